@@ -1,0 +1,44 @@
+"""`rlbench engines`: every engine, whether it runs here, what is claimed for it, how to get it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+from rlbench import discover
+
+DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
+
+
+def engines() -> None:
+    """List every engine: available here or why not, its claims, how to get it."""
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console, device = Console(), device_type()
+    for engine_id, variant in discover.engines().items():
+        engine = variant.engine
+        reason = engine.why_not_here(device, None)
+        line = Text(f"{engine_id}  ", style="bold")
+        line.append("not here" if reason else "here", style="dim" if reason else "green")
+        line.append(f"  {engine.summary}; computes {', '.join(engine.load)}", style="dim")
+        console.print(line)
+        details = [reason, f"get it: {engine.install}"] if reason else [version_of(engine)]
+        for claim in engine.claims_of(dict(variant.options)):
+            details.append(f"claims {claim.property.value}: {claim.source}")
+        for detail in details:
+            console.print(Padding(Text(str(detail)), (0, 0, 0, 4)))
+
+
+def device_type() -> str:
+    """`cuda` where an NVIDIA driver is present, judged without torch."""
+    return "cuda" if any(Path(file).exists() for file in DRIVER_FILES) else "cpu"
+
+
+def version_of(engine: discover.Engine) -> str:
+    """`distribution version` of an engine that is here."""
+    try:
+        return f"{engine.distribution} {importlib.metadata.version(engine.distribution)}"
+    except importlib.metadata.PackageNotFoundError:
+        return engine.distribution

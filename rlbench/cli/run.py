@@ -1,0 +1,133 @@
+"""`rlbench attention` and the other ops: plan, measure, save, show."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlbench import discover
+
+if TYPE_CHECKING:
+    from rlbench.plan import Plan, Request
+    from rlbench.results.schema import Report
+    from rlbench.run.recorder import Recorder
+
+Names = list[str]
+
+
+def run(
+    context: typer.Context,
+    only: Annotated[
+        Names, typer.Option("--only", help="Engine by id, or by name for all its options.")
+    ] = [],  # noqa: B006  # typer copies it
+    skip: Annotated[Names, typer.Option("--skip", help="Engine to leave out.")] = [],  # noqa: B006
+    scenario: Annotated[Names, typer.Option("--scenario", help="Scenario to run.")] = [],  # noqa: B006
+    case: Annotated[Names, typer.Option("--case", help="Model shape to measure.")] = [],  # noqa: B006
+    pass_: Annotated[Names, typer.Option("--pass", help="Pass to measure.")] = [],  # noqa: B006
+    dtype: Annotated[Names, typer.Option("--dtype", help="bf16 (default) or fp16.")] = [],  # noqa: B006
+    preset: Annotated[
+        str, typer.Option(help="How much to ask: smoke, default or full.")
+    ] = "default",
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda:N; the first GPU if there is one.")
+    ] = "auto",
+    env: Annotated[
+        Names,
+        typer.Option("--env", metavar="NAME=PYTHON", help="Also run engines in this interpreter."),
+    ] = [],  # noqa: B006
+    merge: Annotated[
+        list[Path], typer.Option("--merge", help="Fold this earlier report into the output.")
+    ] = [],  # noqa: B006
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Report file to write.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep what the report file has, measure the rest.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds one result may take before it is given up.")
+    ] = 600.0,
+) -> None:
+    from rlbench.cli import exit_code, options
+    from rlbench.plan import make_plan, make_request
+    from rlbench.run.environments import inspect, parse_environments
+
+    op = discover.ops()[str(context.info_name)]
+    path = out or Path(f"rlbench-{op.name}.json")
+    request = make_request(
+        op,
+        only=only,
+        skip=skip,
+        scenarios=scenario,
+        passes=pass_,
+        cases=case,
+        dtypes=dtype,
+        preset=preset,
+    )
+    interpreters = parse_environments(env)
+    options.check_device(device)
+    earlier = options.load_reports(merge)
+    resumed = options.open_output(path, resume=resume)
+    environments = inspect(interpreters, request.engines, device)
+    plan = make_plan(request, environments)
+    recorder = options.recorder(path, preset, resumed)
+    recorder.admit(environments)
+    if not resume:
+        options.set_aside(path)
+    finished = measure(plan, recorder, timeout)
+    report = save(recorder, earlier)
+    tell(report, recorder, request, finished=finished)
+    raise typer.Exit(exit_code.of_run(report, request) if finished else exit_code.INTERRUPTED)
+
+
+def measure(plan: Plan, recorder: Recorder, timeout_s: float) -> bool:
+    """Run the plan with a live display. False if the user stopped it."""
+    from rlbench.cli.progress import progress
+    from rlbench.run.supervisor import execute
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    recorder.save()
+    todo = sum(job.key not in recorder.finished for job in plan.jobs)
+    try:
+        with progress(todo) as listener:
+            execute(plan, recorder, listener, timeout_s)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def save(recorder: Recorder, earlier: list[tuple[str, Report]]) -> Report:
+    """The final report: what was measured, with earlier reports folded in."""
+    from rlbench.merge import merge as fold
+
+    report = recorder.report()
+    if earlier:
+        own = (str(recorder.out), report)
+        report = fold([own, *earlier])
+        recorder.replace(report)
+    return report
+
+
+def tell(report: Report, recorder: Recorder, request: Request, *, finished: bool) -> None:
+    """Print the tables, where the report is, and what went wrong on the way."""
+    from rich.console import Console
+
+    from rlbench.render import table
+    from rlbench.results.store import rescue
+
+    console = Console()
+    table.show(report, console)
+    out = recorder.out
+    if recorder.write_error:
+        place = rescue(report, out)
+        typer.echo(f"rlbench: {recorder.write_error}; the report is in {place}", err=True)
+    else:
+        typer.echo(f"\nreport: {out} (rlbench show {out} --format markdown for all figures)")
+    if not finished:
+        rest = "rlbench ... --resume measures the rest"
+        typer.echo(f"rlbench: interrupted; {len(report.results)} results are kept; {rest}", err=True)

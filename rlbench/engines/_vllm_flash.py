@@ -1,0 +1,80 @@
+"""vLLM's FlashAttention builds: what its FlashAttention-2 and -3 engines share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rlbench.engines._engine import Claim
+from rlbench.errors import Unavailable
+from rlbench.results.vocabulary import Property
+
+if TYPE_CHECKING:
+    from rlbench.ops._op import Kernel
+
+AUTO = 0
+"""The value of num_splits that lets the library choose."""
+
+VARIANTS = ((), (("splits", "1"),))
+INSTALL = "uv pip install vllm==0.26.0"
+CLAIMS = (
+    Claim(
+        Property.BATCH_INVARIANT,
+        "https://docs.vllm.ai/en/latest/features/batch_invariance/ (the mode sets num_splits=1)",
+        when={"splits": "1"},
+    ),
+)
+
+
+def load_attention(fa_version: int, options: Mapping[str, str], device: str) -> Kernel:
+    """Ragged prefill, and paged prefill and decode, through `flash_attn_varlen_func`."""
+    from vllm.vllm_flash_attn import fa_version_unsupported_reason, flash_attn_varlen_func
+
+    from rlbench.ops._op import Kernel, Run
+    from rlbench.ops.attention.calls import PackedPrefill, PagedPrefill
+
+    reason = fa_version_unsupported_reason(fa_version)
+    if reason:
+        raise Unavailable(reason)
+    num_splits = int(options.get("splits", AUTO))
+
+    def packed(call: PackedPrefill) -> Run:
+        return lambda: {
+            "out": flash_attn_varlen_func(
+                call.q,
+                call.k,
+                call.v,
+                max_seqlen_q=call.max_seqlen_q,
+                cu_seqlens_q=call.cu_seqlens_q,
+                max_seqlen_k=call.max_seqlen_k,
+                cu_seqlens_k=call.cu_seqlens_k,
+                softmax_scale=call.softmax_scale,
+                causal=call.causal,
+                num_splits=num_splits,
+                fa_version=fa_version,
+            )
+        }
+
+    def paged(call: PagedPrefill) -> Run:
+        return lambda: {
+            "out": flash_attn_varlen_func(
+                call.q,
+                call.k_cache,
+                call.v_cache,
+                max_seqlen_q=call.max_seqlen_q,
+                cu_seqlens_q=call.cu_seqlens_q,
+                max_seqlen_k=call.max_seqlen_k,
+                seqused_k=call.seqused_k,
+                block_table=call.block_table,
+                softmax_scale=call.softmax_scale,
+                causal=call.causal,
+                num_splits=num_splits,
+                fa_version=fa_version,
+            )
+        }
+
+    return Kernel(
+        {"prefill": packed, "paged-prefill": paged, "decode": paged},
+        unsupported={"backward": "vLLM's build is forward only"},
+        resolved={"num_splits": "auto" if num_splits == AUTO else str(num_splits)},
+    )

@@ -1,0 +1,54 @@
+"""The control: wrong on purpose, in one way a scenario, so that a scenario proves it can tell.
+
+For attention it computes what plain torch does, over splits of the keys whose partial results
+are rounded to the case's dtype, and lets decide what nothing should:
+
+| scenario | what is wrong |
+| --- | --- |
+| batch | the split width follows the number of query rows in the batch, padding included |
+| chunked-prefill | so it follows the chunk, and the pages' numbers where keys are paged |
+| decode | and the page size, and the values in slots that no key uses |
+| backward | gradients are summed over blocks in an order that changes with every call |
+
+Circumstances are hashed, not drawn, so that the control's own results are the same in every run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from itertools import count
+from typing import TYPE_CHECKING
+
+from rlbench.engines._engine import PROCESS_NUMBER, Engine
+
+if TYPE_CHECKING:
+    from rlbench.ops._op import Kernel
+
+
+def load_attention(options: Mapping[str, str], device: str) -> Kernel:
+    from rlbench.engines import _control_attention as wrong
+    from rlbench.ops._op import Kernel
+    from rlbench.ops.attention.inputs import hash_word
+
+    # Another process is another circumstance, so its count starts elsewhere.
+    calls = count(1 + 1000 * int(os.environ.get(PROCESS_NUMBER, "0")))
+    return Kernel(
+        {
+            "prefill": wrong.bind_prefill,
+            "paged-prefill": wrong.bind_paged,
+            "decode": wrong.bind_paged,
+            "backward": wrong.bind_backward(lambda: hash_word(next(calls))),
+        }
+    )
+
+
+ENGINE = Engine(
+    summary="wrong on purpose in one way a scenario; must fail",
+    distribution="torch",
+    modules=("torch",),
+    install="pip install 'torch>=2.9'",
+    load={"attention": load_attention},
+    devices=("cpu", "cuda"),
+    is_control=True,
+)

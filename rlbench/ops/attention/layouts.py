@@ -1,0 +1,134 @@
+"""Sequences laid out the ways engines take them: packed, or through a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Seq
+from itertools import accumulate
+from math import gcd, prod
+
+import torch
+
+from rlbench.ops._op import Outputs
+from rlbench.ops.attention.calls import PackedBackward, PackedPrefill, PagedDecode, PagedPrefill
+from rlbench.ops.attention.inputs import Sequence, hash_word, values
+
+_JUNK = 0x57A1E
+
+
+def cumulative(lengths: Iterable[int], device: torch.device) -> torch.Tensor:
+    """int32 [n + 1] offsets of packed sequences."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def rows(start: int, stop: int | None = None) -> RowsOf:
+    """Take rows start:stop of every output."""
+    return RowsOf(slice(start, stop))
+
+
+class RowsOf:
+    """Takes the same rows of every output tensor."""
+
+    def __init__(self, which: slice) -> None:
+        self.which = which
+
+    def __call__(self, outputs: Outputs) -> Outputs:
+        return {name: tensor[self.which] for name, tensor in outputs.items()}
+
+
+def pack(
+    sequences: Seq[Sequence], softmax_scale: float, spans: Seq[tuple[int, int]] | None = None,
+    padding: int = 0,
+) -> PackedPrefill:
+    """Pack sequences; of each, queries `spans[i]` = [start, stop) against keys [0, stop).
+
+    Without spans, whole sequences. `padding` rows follow the last one, as engines see when a
+    captured graph is larger than its batch.
+    """
+    spans = spans or [(0, s.tokens) for s in sequences]
+    q_lens = tuple(stop - start for start, stop in spans)
+    k_lens = tuple(stop for _, stop in spans)
+    q = [s.rows("q", start, stop) for s, (start, stop) in zip(sequences, spans, strict=True)]
+    device = q[0].device
+    if padding:
+        q.append(torch.ones(padding, *q[0].shape[1:], dtype=q[0].dtype, device=device))
+    return PackedPrefill(
+        q=torch.cat(q),
+        k=torch.cat([s.rows("k", 0, n) for s, n in zip(sequences, k_lens, strict=True)]),
+        v=torch.cat([s.rows("v", 0, n) for s, n in zip(sequences, k_lens, strict=True)]),
+        cu_seqlens_q=cumulative(q_lens, device),
+        cu_seqlens_k=cumulative(k_lens, device),
+        q_lens=q_lens,
+        k_lens=k_lens,
+        softmax_scale=softmax_scale,
+    )
+
+
+def pack_backward(sequences: Seq[Sequence], softmax_scale: float) -> PackedBackward:
+    """Pack whole sequences together with the gradients of their outputs."""
+    forward = pack(sequences, softmax_scale)
+    return PackedBackward(**vars(forward), dout=torch.cat([s.whole("dout") for s in sequences]))
+
+
+def page(
+    sequences: Seq[Sequence],
+    spans: Seq[tuple[int, int]],
+    softmax_scale: float,
+    *,
+    page_size: int,
+    shuffled: bool = False,
+    junk: int = 1,
+    decode: bool = False,
+) -> PagedPrefill:
+    """Queries `spans[i]` of each sequence against its keys [0, stop) in a paged cache.
+
+    shuffled: pages in a scattered order instead of ascending. junk: which stale (finite) values
+    stand in the slots that no key uses. Page 0 belongs to nobody.
+    """
+    k_lens = tuple(stop for _, stop in spans)
+    q_lens = tuple(stop - start for start, stop in spans)
+    pages = [-(-n // page_size) for n in k_lens]
+    order = page_order(sum(pages), shuffled)
+    like = sequences[0].rows("k", 0, 1)
+    device = like.device
+    shape = (sum(pages) + 1, page_size, *like.shape[1:])
+    caches = []
+    for number, name in enumerate(("k", "v")):
+        cache = values(hash_word(_JUNK + 2 * junk + number), prod(shape), like.dtype, str(device)).view(shape)
+        flat = cache.view(-1, *shape[2:])
+        first = 0
+        for sequence, length, count in zip(sequences, k_lens, pages, strict=True):
+            ids = torch.tensor(order[first : first + count], device=device)
+            slots = (ids[:, None] * page_size + torch.arange(page_size, device=device)).reshape(-1)
+            flat[slots[:length]] = sequence.rows(name, 0, length)
+            first += count
+        caches.append(cache)
+    kind = PagedDecode if decode else PagedPrefill
+    return kind(
+        q=torch.cat([s.rows("q", a, b) for s, (a, b) in zip(sequences, spans, strict=True)]),
+        k_cache=caches[0],
+        v_cache=caches[1],
+        block_table=_block_table(order, pages, device),
+        seqused_k=torch.tensor(k_lens, dtype=torch.int32, device=device),
+        cu_seqlens_q=cumulative(q_lens, device),
+        q_lens=q_lens,
+        k_lens=k_lens,
+        softmax_scale=softmax_scale,
+    )
+
+
+def page_order(pages: int, shuffled: bool) -> list[int]:
+    """Page numbers 1..pages in the order they are handed out; shuffled by a coprime stride."""
+    if not shuffled:
+        return list(range(1, pages + 1))
+    stride = next(s for s in range(max(2, pages * 5 // 8), 2 * pages + 3) if gcd(s, pages) == 1)
+    return [(i * stride + pages // 2) % pages + 1 for i in range(pages)]
+
+
+def _block_table(order: list[int], pages: list[int], device: torch.device) -> torch.Tensor:
+    width = max(pages)
+    lines, first = [], 0
+    for count in pages:
+        lines.append(order[first : first + count] + [0] * (width - count))
+        first += count
+    return torch.tensor(lines, dtype=torch.int32, device=device)
+

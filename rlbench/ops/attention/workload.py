@@ -1,0 +1,333 @@
+"""A case's tensors and questions: what scenarios ask the op for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+from rlbench.measure.bits import digest
+from rlbench.ops._op import Call, Case, Exam, Outputs, Part, Point, Trial, Variation
+from rlbench.ops.attention import eager, reference
+from rlbench.ops.attention.inputs import Sequence
+from rlbench.ops.attention.layouts import RowsOf, pack, pack_backward, page, rows
+from rlbench.ops.attention.sizes import sizes
+from rlbench.results.vocabulary import Property
+
+Batch = Callable[[], tuple[list[Sequence], int]]
+"""Builds the sequences of a batch, and says at which row the target begins."""
+
+_NEIGHBOUR = 1
+_OTHER_NEIGHBOUR = 500
+_EXAM = 900
+_TIMED = 950
+
+
+class AttentionWorkload:
+    """Attention's variations, exams and latency points for one case on one device."""
+
+    def __init__(self, case: Case, preset: str, device: str) -> None:
+        self.case = case
+        self.device = device
+        self.sizes = sizes(case, preset)
+        self.softmax_scale = case.params["head_dim"] ** -0.5
+        self.target = self.sequence(0, self.sizes.target)
+
+    def sequence(self, stream: int, tokens: int) -> Sequence:
+        """Sequence number `stream`, on this workload's device."""
+        return Sequence(
+            stream, tokens, dtype=self.case.dtype, device=self.device, **self.case.params
+        )
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the target's q, k, v and dout."""
+        digests = [digest(self.target.whole(name)) for name in ("q", "k", "v", "dout")]
+        return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+    def variations(self, scenario: str) -> Iterator[Variation]:
+        """The circumstances `scenario` changes; every one leaves the target's rows alone."""
+        yield from {
+            "batch": self._batch,
+            "chunked-prefill": self._chunked_prefill,
+            "decode": self._decode,
+            "backward": self._backward,
+        }[scenario]()
+
+    # --- batch -----------------------------------------------------------------------------
+
+    def _batch(self) -> Iterator[Variation]:
+        alone = _trial(lambda: pack([self.target], self.softmax_scale))
+
+        def variation(name: str, batch: Batch, padding: int = 0) -> Variation:
+            def parts() -> Iterator[Part]:
+                sequences, start = batch()
+                call = pack(sequences, self.softmax_scale, padding=padding)
+                yield Part(call, rows(start, start + self.target.tokens))
+
+            return Variation(name, "prefill", Property.BATCH_INVARIANT, alone, Trial(parts))
+
+        for name, lengths, position in self.sizes.batches:
+            yield variation(name, lambda n=lengths, p=position: self._among(n, p))
+        name, lengths, position = self.sizes.batches[-1]
+        yield variation(
+            f"{name}, other contents", lambda: self._among(lengths, position, _OTHER_NEIGHBOUR)
+        )
+        yield variation(
+            f"{name}, reversed order",
+            lambda: self._among(lengths[::-1], len(lengths) - position),
+        )
+        yield variation("alone, then 37 rows of padding", lambda: ([self.target], 0), padding=37)
+
+    def _among(
+        self, lengths: tuple[int, ...], position: int, stream: int = _NEIGHBOUR
+    ) -> tuple[list[Sequence], int]:
+        """The target among neighbours, and the row its own rows begin at."""
+        sequences = [self.sequence(stream + i, n) for i, n in enumerate(lengths)]
+        start = sum(lengths[:position])
+        return [*sequences[:position], self.target, *sequences[position:]], start
+
+    # --- chunked prefill --------------------------------------------------------------------
+
+    def _chunked_prefill(self) -> Iterator[Variation]:
+        whole = _trial(lambda: pack([self.target], self.softmax_scale))
+        tokens, page_size = self.target.tokens, self.sizes.page_sizes[0]
+
+        def variation(name: str, parts: Callable[[], Iterator[Part]]) -> Variation:
+            return Variation(name, "prefill", Property.CHUNK_INVARIANT, whole, Trial(parts))
+
+        for size in self.sizes.chunks:
+            spans = _spans(tokens, size)
+            yield variation(f"chunks of {size}", lambda s=spans: self._chunks(s))
+        for size in self.sizes.chunks:
+            spans = _spans(tokens, size)
+            yield variation(
+                f"chunks of {size}, pages of {page_size}",
+                lambda s=spans: self._chunks(s, page_size),
+            )
+        growing = _growing_spans(tokens)
+        yield variation("growing chunks 1, 2, 4 …", lambda: self._chunks(growing))
+        yield variation(
+            "chunks among neighbours", lambda: self._chunks_among(_spans(tokens, self.sizes.chunks[0]))
+        )
+        yield variation(
+            f"whole, pages of {page_size}", lambda: self._chunks([(0, tokens)], page_size)
+        )
+
+    def _chunks(self, spans: list[tuple[int, int]], page_size: int = 0) -> Iterator[Part]:
+        for span in spans:
+            yield Part(self._span_call([self.target], [span], page_size), rows(0))
+
+    def _chunks_among(self, spans: list[tuple[int, int]]) -> Iterator[Part]:
+        """Each chunk between a one-token step and another sequence's chunk."""
+        before = self.sequence(_NEIGHBOUR, 40)
+        after = self.sequence(_NEIGHBOUR + 1, self.target.tokens)
+        for start, stop in spans:
+            sequences = [before, self.target, after]
+            call = pack(sequences, self.softmax_scale, [(39, 40), (start, stop), (start, stop)])
+            yield Part(call, rows(1, 1 + stop - start))
+
+    def _span_call(
+        self, sequences: list[Sequence], spans: list[tuple[int, int]], page_size: int
+    ) -> Call:
+        if page_size == 0:
+            return pack(sequences, self.softmax_scale, spans)
+        return page(sequences, spans, self.softmax_scale, page_size=page_size)
+
+    # --- decode -----------------------------------------------------------------------------
+
+    def _decode(self) -> Iterator[Variation]:
+        positions, usual = self.sizes.positions, self.sizes.page_sizes[0]
+
+        def prefill_rows() -> Iterator[Part]:
+            call = pack([self.target], self.softmax_scale)
+            yield Part(call, lambda out: {"out": out["out"][list(positions)]})
+
+        alone = Trial(lambda: self._steps())
+        yield Variation(
+            f"step = prefill's row, pages of {usual}",
+            "decode",
+            Property.DECODE_INVARIANT,
+            Trial(prefill_rows),
+            alone,
+        )
+
+        def variation(name: str, what: Property, **changed: int | bool) -> Variation:
+            trial = Trial(lambda: self._steps(**changed))  # type: ignore[arg-type]
+            return Variation(name, "decode", what, alone, trial)
+
+        for neighbours in self.sizes.decode_batches:
+            name = f"step among {neighbours} others"
+            yield variation(name, Property.BATCH_INVARIANT, neighbours=neighbours)
+        for size in self.sizes.page_sizes[1:]:
+            yield variation(f"pages of {size}", Property.LAYOUT_INVARIANT, page_size=size)
+        yield variation("scattered pages", Property.LAYOUT_INVARIANT, shuffled=True)
+        yield variation("other stale values", Property.LAYOUT_INVARIANT, junk=77)
+
+    def _steps(
+        self, neighbours: int = 0, page_size: int = 0, shuffled: bool = False, junk: int = 1
+    ) -> Iterator[Part]:
+        """One decode call a position, the target somewhere among its neighbours."""
+        others = [
+            self.sequence(_NEIGHBOUR + i, 1 + (i * 389) % (2 * self.target.tokens))
+            for i in range(neighbours)
+        ]
+        for number, position in enumerate(self.sizes.positions):
+            place = (number * 7) % (neighbours + 1)
+            sequences = [*others[:place], self.target, *others[place:]]
+            spans = [(s.tokens - 1, s.tokens) for s in sequences]
+            spans[place] = (position, position + 1)
+            call = page(
+                sequences,
+                spans,
+                self.softmax_scale,
+                page_size=page_size or self.sizes.page_sizes[0],
+                shuffled=shuffled,
+                junk=junk,
+                decode=True,
+            )
+            yield Part(call, rows(place, place + 1))
+
+    # --- backward ---------------------------------------------------------------------------
+
+    def _backward(self) -> Iterator[Variation]:
+        def packed(lengths: tuple[int, ...], position: int) -> Trial:
+            def parts() -> Iterator[Part]:
+                sequences, start = self._among(lengths, position)
+                call = pack_backward(sequences, self.softmax_scale)
+                yield Part(call, rows(start, start + self.target.tokens))
+
+            return Trial(parts)
+
+        def variation(name: str, what: Property, expected: Trial, actual: Trial) -> Variation:
+            return Variation(name, "backward", what, expected, actual)
+
+        alone = packed((), 0)
+        tokens = self.target.tokens
+        batch = ("batch of 4", (tokens, 2 * tokens, tokens // 3), 1)
+        for again in range(1, self.sizes.repeats + 1):
+            yield variation(
+                f"run {again + 1}, alone", Property.BACKWARD_DETERMINISTIC, alone, packed((), 0)
+            )
+        yield variation(
+            "another process, alone",
+            Property.BACKWARD_DETERMINISTIC,
+            alone,
+            Trial(alone.parts, fresh_process=True),
+        )
+        for name, lengths, position in (
+            ("first of 4", batch[1], 0),
+            ("second of 4", batch[1], 1),
+            ("last of 4", batch[1], 3),
+            ("first of 3, equal neighbours", (tokens, tokens), 0),
+        ):
+            yield variation(name, Property.BATCH_INVARIANT, alone, packed(lengths, position))
+        crowd = packed(batch[1], batch[2])
+        for again in range(1, self.sizes.repeats + 1):
+            yield variation(
+                f"run {again + 1}, {batch[0]}",
+                Property.BACKWARD_DETERMINISTIC,
+                crowd,
+                packed(batch[1], batch[2]),
+            )
+
+    # --- accuracy ---------------------------------------------------------------------------
+
+    def exams(self) -> Iterator[Exam]:
+        """Prefill, decode and backward of a few packed sequences."""
+        lengths = self.sizes.accuracy
+        label = "+".join(str(n) for n in lengths)
+        sequences = [self.sequence(_EXAM + i, n) for i, n in enumerate(lengths)]
+        prefill = pack(sequences, self.softmax_scale)
+        yield self._exam("prefill", label, prefill, lambda: reference.forward(prefill))
+        decode = page(
+            sequences,
+            [(n - 1, n) for n in lengths],
+            self.softmax_scale,
+            page_size=self.sizes.page_sizes[0],
+            shuffled=True,
+            decode=True,
+        )
+        yield self._exam("decode", label, decode, lambda: reference.forward(decode))
+        backward = pack_backward(sequences, self.softmax_scale)
+        yield self._exam("backward", label, backward, lambda: reference.backward(backward))
+
+    def _exam(self, pass_: str, label: str, call: Call, fp64: Callable[[], Outputs]) -> Exam:
+        return Exam(pass_, label, call, fp64, lambda: eager.compute(call))
+
+    # --- latency ----------------------------------------------------------------------------
+
+    def points(self) -> Iterator[Point]:
+        """Prefill and backward over whole sequences, decode over contexts."""
+        for count, tokens in self.sizes.prefill_points:
+            yield Point(
+                pass_="prefill",
+                shape=f"{count}x{tokens}",
+                call=lambda c=count, n=tokens: pack(self._timed(c, n), self.softmax_scale),
+                flops=self._flops(count, tokens),
+                bytes=self._bytes(count, tokens, tokens),
+                bound="compute",
+            )
+        for count, context in self.sizes.decode_points:
+            yield Point(
+                pass_="decode",
+                shape=f"{count}x{context}",
+                call=lambda c=count, n=context: self._decode_call(c, n),
+                flops=4.0 * count * context * self._heads_times_dim(),
+                bytes=self._bytes(count, 1, context),
+                bound="memory",
+                launch_bound=True,
+            )
+        for count, tokens in self.sizes.backward_points:
+            yield Point(
+                pass_="backward",
+                shape=f"{count}x{tokens}",
+                call=lambda c=count, n=tokens: pack_backward(self._timed(c, n), self.softmax_scale),
+                flops=2.5 * self._flops(count, tokens),
+                bytes=2.0 * self._bytes(count, tokens, tokens),
+                bound="compute",
+            )
+
+    def _timed(self, count: int, tokens: int) -> list[Sequence]:
+        return [self.sequence(_TIMED + i, tokens) for i in range(count)]
+
+    def _decode_call(self, count: int, context: int) -> Call:
+        return page(
+            self._timed(count, context),
+            [(context - 1, context)] * count,
+            self.softmax_scale,
+            page_size=self.sizes.page_sizes[0],
+            shuffled=True,
+            decode=True,
+        )
+
+    def _heads_times_dim(self) -> int:
+        return self.case.params["q_heads"] * self.case.params["head_dim"]
+
+    def _flops(self, count: int, tokens: int) -> float:
+        """Two products over the visible (causal) half of the pairs."""
+        return 2.0 * count * tokens * (tokens + 1) * self._heads_times_dim()
+
+    def _bytes(self, count: int, queries: int, keys: int) -> float:
+        """Q and O, K and V, at two bytes an element."""
+        kv = self.case.params["kv_heads"] * self.case.params["head_dim"]
+        return 2.0 * count * (2 * queries * self._heads_times_dim() + 2 * keys * kv)
+
+
+def _trial(call: Callable[[], Call]) -> Trial:
+    """A trial of one call, all rows."""
+
+    def parts() -> Iterator[Part]:
+        yield Part(call(), RowsOf(slice(None)))
+
+    return Trial(parts)
+
+
+def _spans(tokens: int, size: int) -> list[tuple[int, int]]:
+    return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def _growing_spans(tokens: int) -> list[tuple[int, int]]:
+    spans, start, size = [], 0, 1
+    while start < tokens:
+        spans.append((start, min(start + size, tokens)))
+        start, size = start + size, 2 * size
+    return spans

@@ -1,0 +1,176 @@
+"""The report as Markdown, for a pull request or a README: whole, unlike the terminal's tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rlbench.render import cells, view
+from rlbench.render.table import heading
+from rlbench.results.schema import Report
+from rlbench.results.vocabulary import ANSWERED
+
+
+def render(report: Report) -> str:
+    """Every case: verdicts, accuracy, latency by shape, agreement, notes; then provenance."""
+    parts = ["# rlbench report", _how_to_read()]
+    several = len(view.environment_names(report)) > 1
+    for whole in view.sheets(report):
+        absent = view.absent(whole)
+        sheet = replace(whole, rows=[row for row in whole.rows if row not in absent])
+        parts.append(f"## {escape(heading(sheet))}")
+        parts += [
+            _verdicts(sheet, several),
+            _accuracy(sheet, several),
+            *_latency(report, sheet, several),
+            _agreement(sheet),
+            _notes(whole),
+        ]
+    parts += [_claims(report), _provenance(report)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _how_to_read() -> str:
+    return (
+        "A verdict counts the checks whose bits were all equal. `pass` means that every check was "
+        "equal and that the control, an engine that is wrong on purpose, failed every one of them; "
+        "`unproven` means that it did not, so nothing was shown."
+    )
+
+
+def _verdicts(sheet: view.Sheet, several: bool) -> str:
+    shown = [s for s in view.INVARIANCE if any(s in row.results for row in sheet.rows)]
+    if not shown:
+        return ""
+    lines = [
+        [*_who(row, several), *(_strong(cells.verdict(row.result(s))) for s in shown)]
+        for row in sheet.rows
+        if any(s in row.results for s in shown)
+    ]
+    return "### Same bits?\n\n" + table([*_head(several), *shown], lines)
+
+
+def _strong(cell: str) -> str:
+    return f"**{cell}**" if cell.startswith("FAIL") else cell
+
+
+def _accuracy(sheet: view.Sheet, several: bool) -> str:
+    lines = []
+    for row in sheet.rows:
+        result = row.result("accuracy")
+        for tensor, e in ((result.errors if result else None) or {}).items():
+            figures = [
+                "–" if value is None else form.format(value)
+                for value, form in (
+                    (e.rel_rms, "{:.2e}"),
+                    (e.ratio_to_torch, "{:.2f}×"),
+                    (e.max_abs, "{:.2e}"),
+                    (e.mean_abs, "{:.2e}"),
+                    (e.ulp_p50, "{}"),
+                    (e.ulp_p99, "{}"),
+                    (e.ulp_max, "{}"),
+                )
+            ]
+            lines.append([*_who(row, several), escape(tensor), *figures])
+    if not lines:
+        return ""
+    head = [*_head(several), "tensor", "relative rms", "× plain torch", "max abs", "mean abs"]
+    head += ["ULP p50", "p99", "max"]
+    lines.sort(key=lambda line: line[len(_head(several))])
+    return "### Error against fp64\n\n" + table(head, lines)
+
+
+def _latency(report: Report, sheet: view.Sheet, several: bool) -> list[str]:
+    by_pass: dict[str, list[str]] = {}
+    for pass_, shape in view.shapes(sheet):
+        by_pass.setdefault(pass_, []).append(shape)
+    parts, marks = [], set()
+    for pass_, shown in by_pass.items():
+        columns = [view.prices(report, sheet, pass_, shape) for shape in shown]
+        lines = []
+        for row in sheet.rows:
+            found = [column.get((row.engine, row.environment)) for column in columns]
+            if any(found):
+                lines.append(
+                    [*_who(row, several), *(f"{cells.latency(p)} ({cells.rate(p)})" if p else "–"
+                                            for p in found)]
+                )
+                marks |= {cells.DOUBT_MARKS[d] for p in found if p for d in p.doubts}
+        title = f"### Latency, {escape(pass_)} (sequences × tokens; × the fastest)\n\n"
+        parts.append(title + table([*_head(several), *map(escape, shown)], lines))
+    if marks:
+        parts.append("; ".join(f"{m}: {cells.DOUBT_LEGEND[m]}" for m in sorted(marks)) + ".")
+    return parts
+
+
+def _agreement(sheet: view.Sheet) -> str:
+    lines = []
+    for tensor, groups in view.agreement(sheet).items():
+        shared = [" = ".join(map(escape, group)) for group in groups if len(group) > 1]
+        alone = [escape(group[0]) for group in groups if len(group) == 1]
+        if shared:
+            lines.append([escape(tensor), "<br>".join(shared), ", ".join(alone) or "–"])
+    if not lines:
+        return ""
+    head = ["output", "the same bits", "bits of their own"]
+    return "### Which engines agree bit for bit\n\n" + table(head, lines)
+
+
+def _notes(sheet: view.Sheet) -> str:
+    lines = [
+        f"- **{escape(', '.join(note.engines))}** ({escape(', '.join(note.scenarios))}): "
+        f"{escape(note.text)}"
+        for note in view.notes(sheet)
+    ]
+    return "### Notes\n\n" + "\n".join(lines) if lines else ""
+
+
+def _claims(report: Report) -> str:
+    lines = [
+        f"- **{escape(b.engine)}** is said to be `{b.property.value}` ({escape(b.source)}); on "
+        f"{escape(b.case)} it is not: {escape(b.variation)}"
+        for b in view.broken_claims(report)
+    ]
+    return "## Claims contradicted\n\n" + "\n".join(lines) if lines else ""
+
+
+def _provenance(report: Report) -> str:
+    lines = [f"- rlbench {escape(report.rlbench.version)}, {escape(report.created)}"]
+    for run in report.runs:
+        lines.append(f"- `{escape_code(' '.join(run.argv))}`")
+    for e in report.environments:
+        driver = f", driver {e.device.driver}" if e.device.driver else ""
+        known = [f"{n} {v}" for n, v in e.packages.items() if not n.startswith(("nvidia-", "cuda-"))]
+        lines.append(
+            f"- {escape(e.id)}: {escape(e.device.name)}{escape(driver)}, Python {escape(e.python)}, "
+            f"{escape(', '.join(known))}"
+        )
+    measured = sum(result.status in ANSWERED for result in report.results)
+    lines.append(f"- {measured} of {len(report.results)} results carry a measurement")
+    return "## Provenance\n\n" + "\n".join(lines)
+
+
+def _head(several: bool) -> list[str]:
+    return ["engine", "environment"] if several else ["engine"]
+
+
+def _who(row: view.Row, several: bool) -> list[str]:
+    return [escape(row.engine), escape(row.environment)] if several else [escape(row.engine)]
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table of cells that are already escaped."""
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def escape(text: str) -> str:
+    """Untrusted text as Markdown that shows it and does nothing else."""
+    shown = re.sub(r"([\\`*_{}\[\]()#+!|~<>])", r"\\\1", view.clean(text).replace("&", "&amp;"))
+    return shown.replace("\\<", "&lt;").replace("\\>", "&gt;").replace("://", ":&#47;&#47;")
+
+
+def escape_code(text: str) -> str:
+    """Untrusted text inside backticks."""
+    return view.clean(text).replace("`", "'")

@@ -1,0 +1,106 @@
+"""The report in a terminal: two short tables a case, and what there is to know under them."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from rlbench.render import cells, view
+from rlbench.results.schema import Report
+
+
+def show(report: Report, console: Console) -> None:
+    """Print every case of the report."""
+    several = len(view.environment_names(report)) > 1
+    for sheet in view.sheets(report):
+        absent = view.absent(sheet)
+        rows = [row for row in sheet.rows if row not in absent]
+        console.print()
+        console.print(Text(heading(sheet), style="bold"))
+        if any(scenario in row.results for row in rows for scenario in view.INVARIANCE):
+            console.print(verdicts(sheet, rows, several))
+        if any(s in row.results for row in rows for s in ("accuracy", "latency")):
+            console.print(price_table(report, sheet, rows, several))
+        _notes(sheet, console)
+    _claims(report, console)
+
+
+def heading(sheet: view.Sheet) -> str:
+    """`attention · qwen3-next · bf16 · q_heads 16 · …`."""
+    words = [sheet.op, sheet.case_id]
+    if sheet.case:
+        words.append(sheet.case.dtype)
+        words += [f"{name} {value}" for name, value in sheet.case.params.items()]
+    return view.clean(" · ".join(words))
+
+
+def verdicts(sheet: view.Sheet, rows: list[view.Row], several: bool) -> Table:
+    """Engines down, invariance scenarios across."""
+    table = _table("same bits?", several)
+    shown = [s for s in view.INVARIANCE if any(s in row.results for row in rows)]
+    for scenario in shown:
+        table.add_column(scenario.replace("chunked-prefill", "chunked"), no_wrap=True)
+    for row in rows:
+        results = [row.result(scenario) for scenario in shown]
+        if any(results):
+            words = [Text(cells.verdict(r), cells.style(r)) for r in results]
+            table.add_row(*_who(row, several), *words)
+    return table
+
+
+def price_table(
+    report: Report, sheet: view.Sheet, rows: list[view.Row], several: bool
+) -> Table:
+    """Engines down; the error beside plain torch's, and the latency of one shape a pass."""
+    table = _table("at what price?", several)
+    table.add_column("error\n× torch", justify="right", no_wrap=True)
+    columns = []
+    for pass_, shape in view.headline(sheet):
+        table.add_column(f"{pass_} {shape}\n× fastest", justify="right", no_wrap=True)
+        columns.append(view.prices(report, sheet, pass_, shape))
+    for row in rows:
+        if "accuracy" in row.results or "latency" in row.results:
+            found = [prices.get((row.engine, row.environment)) for prices in columns]
+            shown = [cells.error(row), *(cells.latency(price) for price in found)]
+            table.add_row(*_who(row, several), *(Text(cell) for cell in shown))
+    return table
+
+
+def _table(title: str, several: bool) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(title, overflow="fold", min_width=12)
+    if several:
+        table.add_column("in", overflow="fold", style="dim")
+    return table
+
+
+def _who(row: view.Row, several: bool) -> list[Text]:
+    engine = Text(view.clean(row.engine))
+    return [engine, Text(view.clean(row.environment.split("-")[0]))] if several else [engine]
+
+
+def _notes(sheet: view.Sheet, console: Console) -> None:
+    everything = {scenario for row in sheet.rows for scenario in row.results}
+    for note in view.notes(sheet):
+        line = Text()
+        style = "bold" if note.serious else "dim"
+        line.append(view.clean(", ".join(note.engines)), style=style)
+        if set(note.scenarios) != everything:
+            line.append(view.clean(f" ({', '.join(note.scenarios)})"), style="dim")
+        line.append(f": {view.clean(note.text)}", style="yellow" if note.serious else "dim")
+        console.print(Padding(line, (0, 0, 0, 2)))
+
+
+def _claims(report: Report, console: Console) -> None:
+    broken = view.broken_claims(report)
+    for claim in broken:
+        line = Text("claim contradicted: ", style="bold red")
+        line.append(
+            view.clean(
+                f"{claim.engine} is said to be {claim.property.value} ({claim.source}); "
+                f"on {claim.case} it is not: {claim.variation}"
+            )
+        )
+        console.print(line)

@@ -1,0 +1,284 @@
+"""What the tables show, computed once for the terminal, Markdown and CSV."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rlbench.results.schema import Case, Environment, Point, Report, Result
+from rlbench.results.vocabulary import ANSWERED, BROKEN, Property, Status
+
+INVARIANCE = ("batch", "chunked-prefill", "decode", "backward")
+PROBE_SPREAD = 0.03
+"""Two engines' clock probes further apart than this make their ratio doubtful."""
+FIRST, LAST = ("rlbench",), ("control",)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine in one environment, with its results by scenario."""
+
+    engine: str
+    environment: str
+    results: dict[str, Result]
+
+    def result(self, scenario: str) -> Result | None:
+        return self.results.get(scenario)
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One case: its rows, its own engine first, the control last."""
+
+    case: Case | None
+    op: str
+    case_id: str
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Price:
+    """One latency point beside the fastest comparable one."""
+
+    point: Point
+    ratio: float | None
+    """Over the fastest on the same device and driver."""
+    doubts: tuple[str, ...]
+    """Why the ratio is to be read with care: another timer, clocks that moved."""
+
+
+def sheets(report: Report) -> list[Sheet]:
+    """The report by op and case. Engines unavailable here but measured elsewhere are left out."""
+    cases = {(c.op, c.id): c for c in report.cases}
+    found: dict[tuple[str, str], dict[tuple[str, str], dict[str, Result]]] = {}
+    for result in report.results:
+        by_engine = found.setdefault((result.op, result.case), {})
+        by_engine.setdefault((result.engine, result.environment), {})[result.scenario] = result
+    out = []
+    for (op, case_id), by_engine in sorted(found.items()):
+        rows = [Row(engine, env, results) for (engine, env), results in by_engine.items()]
+        rows = [row for row in rows if not _superseded(row, rows)]
+        rows.sort(key=lambda row: (_rank(row.engine), row.engine, row.environment))
+        out.append(Sheet(cases.get((op, case_id)), op, case_id, rows))
+    return out
+
+
+def _superseded(row: Row, rows: Sequence[Row]) -> bool:
+    def nowhere(r: Row) -> bool:
+        return all(result.status is Status.UNAVAILABLE for result in r.results.values())
+
+    return nowhere(row) and any(r.engine == row.engine and not nowhere(r) for r in rows)
+
+
+def _rank(engine: str) -> int:
+    name = engine.split(":")[0]
+    return 0 if name in FIRST else 2 if name in LAST else 1
+
+
+def tally(result: Result) -> tuple[int, int]:
+    """(checks with equal bits, checks)."""
+    checks = result.checks or []
+    return sum(check.equal for check in checks), len(checks)
+
+
+def nans(result: Result) -> int:
+    """NaN elements in any output of a result."""
+    bits = sum(check.nans for check in result.checks or ())
+    return bits + sum(errors.nonfinite for errors in (result.errors or {}).values())
+
+
+def environment_names(report: Report) -> list[str]:
+    return sorted({result.environment for result in report.results})
+
+
+def shapes(sheet: Sheet) -> list[tuple[str, str]]:
+    """(pass, shape) of every latency point, in the order measured."""
+    seen: dict[tuple[str, str], None] = {}
+    for row in sheet.rows:
+        result = row.result("latency")
+        for point in (result.points if result else None) or ():
+            seen.setdefault((point.pass_, point.shape))
+    order = {pass_: i for i, (pass_, _) in enumerate(reversed(seen))}
+    return sorted(seen, key=lambda key: -order[key[0]])
+
+
+def headline(sheet: Sheet) -> list[tuple[str, str]]:
+    """One shape a pass for the short table: the longest single sequence."""
+    chosen: dict[str, str] = {}
+    for pass_, shape in shapes(sheet):
+        single = shape.startswith("1x")
+        if pass_ not in chosen or single:
+            chosen[pass_] = shape
+    return list(chosen.items())
+
+
+def prices(report: Report, sheet: Sheet, pass_: str, shape: str) -> dict[tuple[str, str], Price]:
+    """(engine, environment) -> its latency at one shape, beside the fastest comparable one."""
+    environments = {e.id: e for e in report.environments}
+    points = {
+        (row.engine, row.environment): point
+        for row in sheet.rows
+        for point in _points(row)
+        if (point.pass_, point.shape) == (pass_, shape)
+    }
+    out = {}
+    for key, point in points.items():
+        rivals = [
+            other for other in points if _same_device(environments, key[1], other[1])
+        ]
+        best = min(rivals, key=lambda k: points[k].median_us)
+        out[key] = Price(
+            point,
+            point.median_us / points[best].median_us,
+            _doubts(environments, points, key, best),
+        )
+    return out
+
+
+def _points(row: Row) -> Iterable[Point]:
+    result = row.result("latency")
+    return (result.points if result else None) or ()
+
+
+def _same_device(environments: dict[str, Environment], a: str, b: str) -> bool:
+    if a == b:
+        return True
+    if a not in environments or b not in environments:
+        return False
+    one, two = environments[a].device, environments[b].device
+    return (one.name, one.driver) == (two.name, two.driver)
+
+
+def _doubts(
+    environments: dict[str, Environment],
+    points: dict[tuple[str, str], Point],
+    key: tuple[str, str],
+    best: tuple[str, str],
+) -> tuple[str, ...]:
+    if key == best:
+        return ()
+    doubts = []
+    if points[key].timer != points[best].timer:
+        doubts.append("timer")
+    ours, theirs = _probe_range(environments, key), _probe_range(environments, best)
+    if ours and theirs:
+        values = (*ours, *theirs)
+        if max(values) > min(values) * (1 + PROBE_SPREAD):
+            doubts.append("clocks")
+    return tuple(doubts)
+
+
+def _probe_range(
+    environments: dict[str, Environment], key: tuple[str, str]
+) -> tuple[float, ...]:
+    environment = environments.get(key[1])
+    probes = environment.probes if environment else []
+    return tuple(probe.tflops for probe in probes if probe.engine == key[0])
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A claim of an engine's makers that the measurement contradicts."""
+
+    engine: str
+    property: Property
+    source: str
+    case: str
+    variation: str
+
+
+def broken_claims(report: Report) -> list[Broken]:
+    """Every claim that some check contradicts, once a case."""
+    claims = {(e.id, e.environment): e.claims for e in report.engines}
+    found: dict[tuple[str, str, str], Broken] = {}
+    for result in report.results:
+        for claim in claims.get((result.engine, result.environment), ()):
+            for check in result.checks or ():
+                if check.property is claim.property and not check.equal:
+                    key = (result.engine, claim.property.value, result.case)
+                    found.setdefault(
+                        key,
+                        Broken(
+                            result.engine,
+                            claim.property,
+                            claim.source,
+                            result.case,
+                            check.variation,
+                        ),
+                    )
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line under the table: who, in which scenarios, and what there is to know."""
+
+    engines: tuple[str, ...]
+    scenarios: tuple[str, ...]
+    text: str
+    serious: bool = False
+
+
+def notes(sheet: Sheet) -> list[Note]:
+    """Reasons of what was not measured, unproven checks, NaNs; equal ones joined."""
+    gathered: dict[tuple[str, bool], dict[str, list[str]]] = {}
+    for row in sheet.rows:
+        for scenario, result in row.results.items():
+            for text, serious in _remarks(result):
+                by_engine = gathered.setdefault((text, serious), {})
+                by_engine.setdefault(row.engine, []).append(scenario)
+    joined: dict[tuple[str, bool, tuple[str, ...]], list[str]] = {}
+    for (text, serious), by_engine in gathered.items():
+        for engine, scenarios in by_engine.items():
+            joined.setdefault((text, serious, tuple(scenarios)), []).append(engine)
+    return [Note(tuple(e), sc, text, serious) for (text, serious, sc), e in joined.items()]
+
+
+def absent(sheet: Sheet) -> list[Row]:
+    """Rows without a single measurement that nothing went wrong with: not worth a line."""
+    idle = (Status.UNAVAILABLE, Status.UNSUPPORTED)
+    return [r for r in sheet.rows if all(x.status in idle for x in r.results.values())]
+
+
+def _remarks(result: Result) -> Iterable[tuple[str, bool]]:
+    if result.status not in ANSWERED:
+        yield result.reason or "", result.status in BROKEN or result.status is Status.OOM
+    if result.status is Status.UNPROVEN:
+        names = [check.variation for check in result.checks or () if not check.proven]
+        yield f"the control did not fail: {', '.join(names)}", True
+    if nans(result):
+        yield f"{nans(result)} output elements are NaN or infinite", True
+    by_reason: dict[str, list[str]] = {}
+    for skipped in result.skipped or ():
+        by_reason.setdefault(skipped.reason, []).append(skipped.variation)
+    for reason, variations in by_reason.items():
+        yield f"{reason} (left out: {', '.join(variations)})", False
+
+
+def agreement(sheet: Sheet) -> dict[str, list[list[str]]]:
+    """Output tensor -> groups of engines whose bits agree, largest first; lone engines too."""
+    tensors: dict[str, dict[str, set[str]]] = {}
+    for row in sheet.rows:
+        for result in row.results.values():
+            for tensor, digest in (result.digests or {}).items():
+                name = f"{result.scenario} {tensor}"
+                tensors.setdefault(name, {}).setdefault(digest, set()).add(row.engine)
+    return {
+        name: sorted((sorted(group) for group in groups.values()), key=lambda g: (-len(g), g))
+        for name, groups in sorted(tensors.items())
+    }
+
+
+def clean(text: str) -> str:
+    """Text from a report without control characters: what a terminal would obey is dropped."""
+    return "".join(
+        " " if c in "\n\t\r" else c for c in text if c in "\n\t\r" or unicodedata.category(c)[0] != "C"
+    )
+
+
+def duration(us: float) -> str:
+    """Microseconds, as people read them."""
+    if us < 1000:
+        return f"{us:.1f} µs" if us < 100 else f"{us:.0f} µs"
+    return f"{us / 1000:.2f} ms" if us < 1e5 else f"{us / 1000:.0f} ms"

@@ -1,0 +1,1 @@
+"""What was measured, as data. A leaf: knows nothing of ops, engines or scenarios."""

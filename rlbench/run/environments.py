@@ -1,0 +1,123 @@
+"""Finding out what each interpreter has, without importing torch in the parent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rlbench import discover
+from rlbench.errors import UsageError
+from rlbench.plan import LOCAL, Environment
+from rlbench.run.process import run_module, tail
+
+INSPECTION_TIMEOUT_S = 180.0
+
+
+def parse_environments(options: Iterable[str]) -> dict[str, str]:
+    """`name=interpreter` options as a mapping. Raises UsageError for anything else."""
+    found: dict[str, str] = {}
+    for text in options:
+        name, _, python = text.partition("=")
+        if not name or not python:
+            raise UsageError(
+                f"--env: {text!r} is not NAME=PYTHON, such as vllm=/path/to/venv/bin/python"
+            )
+        if name in found or name == LOCAL:
+            taken = "twice" if name in found else "the name of rlbench's own interpreter"
+            raise UsageError(f"--env: the name {name!r} is {taken}; choose another")
+        path = shutil.which(os.path.expanduser(python))
+        if path is None:
+            raise UsageError(f"--env {name}: {python!r} is not an executable file")
+        found[name] = path
+    return found
+
+
+def inspect(named: Mapping[str, str], engines: Sequence[str], device: str) -> list[Environment]:
+    """The environments that can measure: rlbench's own interpreter, then the named ones.
+
+    engines: ids; those of the same name share their availability. device: `auto`, `cpu` or
+    `cuda:N`. Raises UsageError for an interpreter that cannot be asked, and where no interpreter
+    has torch or the device.
+    """
+    variants = discover.engines()
+    sources = {variants[i].name: variants[i].source for i in engines}
+    question = json.dumps({name: [s.module, s.file] for name, s in sources.items()})
+    interpreters = {LOCAL: sys.executable, **named}
+    with ThreadPoolExecutor(len(interpreters)) as pool:
+        answers = dict(
+            zip(
+                interpreters,
+                pool.map(lambda item: _ask(*item, device, question), interpreters.items()),
+                strict=True,
+            )
+        )
+    usable = {name: facts for name, facts in answers.items() if "no_torch" not in facts}
+    _refuse_without_torch(named, answers, usable)
+    chosen = _device(usable, device)
+    return [_environment(n, interpreters[n], facts, chosen, sources) for n, facts in usable.items()]
+
+
+def _ask(name: str, python: str, device: str, question: str) -> dict[str, Any]:
+    arguments = ("rlbench.run.inspect_environment", device, question)
+    try:
+        printed = run_module(python, *arguments, timeout_s=INSPECTION_TIMEOUT_S)
+        facts: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    except subprocess.CalledProcessError as failed:
+        raise UsageError(
+            f"--env {name}: its interpreter could not be inspected: {tail(failed.stderr)}"
+        ) from failed
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as failed:
+        raise UsageError(f"--env {name}: its interpreter could not be inspected: {failed}") from failed
+    return facts
+
+
+def _refuse_without_torch(
+    named: Mapping[str, str], answers: Mapping[str, Any], usable: Mapping[str, Any]
+) -> None:
+    for name in named:
+        if name not in usable:
+            raise UsageError(f"--env {name}: torch cannot be imported: {answers[name]['no_torch']}")
+    if not usable:
+        raise UsageError(
+            f"torch cannot be imported here ({answers[LOCAL]['no_torch']}): "
+            "pip install 'torch>=2.9', or name an interpreter that has it with --env NAME=PYTHON"
+        )
+
+
+def _device(usable: Mapping[str, Any], asked: str) -> str:
+    """The one device all engines are measured on."""
+    if asked == "auto":
+        names = [facts["device_name"] for facts in usable.values()]
+        return next((n for n in names if n.startswith("cuda")), "cpu")
+    if all("no_device" in facts for facts in usable.values()):
+        reasons = {name: facts["no_device"] for name, facts in usable.items()}
+        text = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        raise UsageError(f"--device: {asked!r} is not there ({text}); choose cpu or another number")
+    return asked
+
+
+def _environment(
+    name: str, python: str, facts: dict[str, Any], device: str, engines: Iterable[str]
+) -> Environment:
+    why_not = facts.get("why_not", {})
+    if facts["device_name"] != device or "no_device" in facts:
+        why_not = dict.fromkeys(engines, f"torch in this environment has no {device}")
+    said = {k: facts.get(k) for k in ("python", "packages", "device")}
+    return Environment(_id(name, said), python, said, why_not, device)
+
+
+def _id(name: str, facts: Mapping[str, Any]) -> str:
+    """A named environment keeps its name; rlbench's own is told apart by what it holds.
+
+    Two virtual environments on one machine are both `local`, and their reports shall merge.
+    """
+    if name != LOCAL:
+        return name
+    return f"{LOCAL}-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:6]}"

@@ -1,0 +1,258 @@
+"""The parent's side of a run: one worker an engine, and a result for every job whatever happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Protocol
+
+from rlbench import discover
+from rlbench.errors import MergeError
+from rlbench.plan import Job, Plan
+from rlbench.results import schema
+from rlbench.results.vocabulary import Status
+from rlbench.run.process import WorkerProcess
+from rlbench.run.protocol import COMPARED, Closed, Message
+from rlbench.run.recorder import Recorder
+from rlbench.run.verdict import judge, judge_control
+
+PROBE_TIMEOUT_S = 60.0
+
+
+class Listener(Protocol):
+    """Who shows what is going on."""
+
+    def started(self, job: Job) -> None: ...
+
+    def told(self, job: Job, text: str) -> None: ...
+
+    def finished(self, job: Job, result: schema.Result) -> None: ...
+
+
+@dataclass
+class Answer:
+    """What became of one job."""
+
+    status: str
+    reason: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    inputs_sha256: str | None = None
+    resolved: Mapping[str, str] = field(default_factory=dict)
+    output: str | None = None
+    worker_is_gone: bool = False
+
+
+def execute(plan: Plan, recorder: Recorder, listener: Listener, timeout_s: float) -> None:
+    """Measure every job of the plan that the recorder does not have, control first.
+
+    Whatever a worker does (dies, hangs, runs out of memory) costs the result of its job alone:
+    the next job gets a fresh worker. KeyboardInterrupt passes through, after the worker is gone.
+    """
+    control = ControlAnswers(recorder.earlier_results())
+    for job, reason in plan.unavailable:
+        if job.key not in recorder.finished:
+            listener.started(job)
+            result = recorder.add(
+                job,
+                plan.environments[job.environment],
+                Status.UNAVAILABLE,
+                reason=reason,
+                seconds=0.0,
+                fields={},
+            )
+            listener.finished(job, result)
+    todo = [job for job in plan.jobs if job.key not in recorder.finished]
+    for _, jobs in groupby(todo, key=lambda j: (j.environment, j.variant.id)):
+        with Crew(plan, recorder, timeout_s) as crew:
+            for job in jobs:
+                listener.started(job)
+                result = settle(job, crew, control, recorder, listener)
+                listener.finished(job, result)
+            crew.probe_after()
+
+
+def settle(
+    job: Job, crew: Crew, control: ControlAnswers, recorder: Recorder, listener: Listener
+) -> schema.Result:
+    """Measure one job, judge it, record it."""
+    begin = time.monotonic()
+    answer = crew.measure(job, listener)
+    status, fields = judged(job, answer, control)
+    environment = crew.plan.environments[job.environment]
+    taken = time.monotonic() - begin
+    try:
+        result = recorder.add(
+            job,
+            environment,
+            status,
+            reason=answer.reason,
+            seconds=taken,
+            fields=fields,
+            inputs_sha256=answer.inputs_sha256,
+            resolved=answer.resolved,
+            output=answer.output,
+        )
+    except (MergeError, ValueError) as why:
+        # Other inputs than before, or fields outside the schema: no measurement to keep.
+        reason = str(why).splitlines()[0]
+        result = recorder.add(
+            job, environment, Status.ERROR, reason=reason, seconds=taken, fields={}
+        )
+    control.note(result, job.variant)
+    return result
+
+
+def judged(job: Job, answer: Answer, control: ControlAnswers) -> tuple[Status, Mapping[str, Any]]:
+    """The verdict on an answer, and its fields with the checks marked."""
+    if answer.status != COMPARED:
+        return Status(answer.status), answer.fields
+    checks = answer.fields["checks"]
+    if job.variant.engine.is_control:
+        status, marked = judge_control(checks)
+    else:
+        status, marked = judge(checks, control.failed(job))
+    return status, {**answer.fields, "checks": marked}
+
+
+class ControlAnswers:
+    """Which checks the control failed, by op, case and scenario."""
+
+    def __init__(self, earlier: Sequence[schema.Result]) -> None:
+        """earlier: results of the report that is resumed."""
+        self._failed: dict[tuple[str, str, str], dict[str, bool]] = {}
+        for result in earlier:
+            variant = discover.engines().get(result.engine)
+            if variant is not None:
+                self.note(result, variant)
+
+    def note(self, result: schema.Result, variant: discover.Variant) -> None:
+        """Remember a result if it is the control's."""
+        if variant.engine.is_control:
+            self._failed[(result.op, result.case, result.scenario)] = {
+                check.variation: not check.equal for check in result.checks or ()
+            }
+
+    def failed(self, job: Job) -> Mapping[str, bool]:
+        """Check name -> whether the control failed it; empty if it gave no answer."""
+        return self._failed.get((job.op, job.case.id, job.scenario), {})
+
+
+class Crew:
+    """The workers of one engine, one at a time; a new one after each that was lost."""
+
+    def __init__(self, plan: Plan, recorder: Recorder, timeout_s: float) -> None:
+        self.plan = plan
+        self.recorder = recorder
+        self.timeout_s = timeout_s
+        self._worker: WorkerProcess | None = None
+        self._probed_by: Job | None = None
+
+    def measure(self, job: Job, listener: Listener) -> Answer:
+        """Ask the worker, starting one if there is none; lose it if it fails."""
+        try:
+            worker = self._hire(job)
+            worker.channel.send(
+                {
+                    "do": "measure",
+                    "case": {"name": job.case.name, "dtype": job.case.dtype},
+                    "scenario": job.scenario,
+                    "passes": job.passes,
+                }
+            )
+            answer = self._listen(job, worker, listener)
+        except Closed:
+            answer = self._died()
+        except OSError as why:
+            answer = Answer("crash", f"the worker could not be started: {why}", worker_is_gone=True)
+        if answer.worker_is_gone:
+            self._lose()
+        return answer
+
+    def probe_after(self) -> None:
+        """Measure the ceilings once more, if latency was measured against them."""
+        if self._worker is None or self._probed_by is None:
+            return
+        try:
+            self._worker.channel.send({"do": "probe"})
+            message = self._worker.channel.receive(PROBE_TIMEOUT_S)
+        except Closed:
+            return
+        if message and message.get("is") == "probe":
+            self._note_probe(self._probed_by, "after", message)
+            self.recorder.save()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._worker is not None and kind is not None:
+            self._worker.kill()
+        self._lose()
+
+    def _hire(self, job: Job) -> WorkerProcess:
+        if self._worker is None:
+            source = job.variant.source
+            self._worker = WorkerProcess(
+                self.plan.environments[job.environment].python,
+                {
+                    "engine": {
+                        "name": source.name,
+                        "module": source.module,
+                        "file": source.file,
+                        "options": dict(job.variant.options),
+                    },
+                    "op": job.op,
+                    "device": self.plan.device,
+                    "preset": self.plan.preset,
+                },
+            )
+        return self._worker
+
+    def _listen(self, job: Job, worker: WorkerProcess, listener: Listener) -> Answer:
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            message = worker.channel.receive(max(0.0, deadline - time.monotonic()))
+            if message is None:
+                worker.kill()
+                reason = f"no answer within {self.timeout_s:g} s; --timeout raises the limit"
+                return Answer(
+                    "timeout", reason, output=worker.output_tail(), worker_is_gone=True
+                )
+            kind = message.get("is")
+            if kind == "progress":
+                listener.told(job, str(message["text"]))
+            elif kind == "probe":
+                self._probed_by = job
+                self._note_probe(job, "before", message)
+            elif kind == "answer":
+                return self._answer(message, worker)
+
+    def _answer(self, message: Message, worker: WorkerProcess) -> Answer:
+        fatal = bool(message.get("fatal"))
+        return Answer(
+            status=message["status"],
+            reason=message.get("reason"),
+            fields=message.get("fields", {}),
+            inputs_sha256=message.get("inputs_sha256"),
+            resolved=message.get("resolved", {}),
+            output=worker.output_tail() if fatal else None,
+            worker_is_gone=fatal,
+        )
+
+    def _died(self) -> Answer:
+        assert self._worker is not None
+        how, said = self._worker.how_it_ended(), self._worker.output_tail()
+        return Answer("crash", how, output=said, worker_is_gone=True)
+
+    def _note_probe(self, job: Job, when: str, message: Message) -> None:
+        environment = self.plan.environments[job.environment]
+        self.recorder.add_probe(job, environment, when, message)
+
+    def _lose(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+

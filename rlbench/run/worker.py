@@ -1,0 +1,221 @@
+"""The worker: measures jobs inside an engine's own interpreter. Needs torch and the engine only."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlbench import discover
+from rlbench.engines._engine import PROCESS_NUMBER
+from rlbench.errors import MeasuringError, Unavailable, Unsupported
+from rlbench.results.vocabulary import Status
+from rlbench.run.process import WorkerProcess, without_folders
+from rlbench.run.protocol import COMPARED, Channel, Closed, Message
+from rlbench.scenarios._scenario import Context
+
+if TYPE_CHECKING:
+    from rlbench.ops._op import Kernel, Outputs, Workload
+
+LONGEST_REASON = 600
+
+
+def main(arguments: list[str]) -> None:
+    """Serve the parent on the two pipe ends named by `arguments` until it hangs up."""
+    channel = Channel(int(arguments[0]), int(arguments[1]))
+    try:
+        set_up = channel.receive()
+        assert set_up is not None
+        session = Session(channel, set_up)
+        while not session.damaged:
+            request = channel.receive()
+            assert request is not None
+            session.serve(request)
+    except Closed:
+        pass
+    # Not sys.exit: an engine's exit handlers may hang on a context that is already lost.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+class Session:
+    """One engine on one device, and the jobs it is asked."""
+
+    def __init__(self, channel: Channel, set_up: Message) -> None:
+        self.channel = channel
+        self.set_up = set_up
+        self.engine = discover.Source(
+            set_up["engine"]["name"], set_up["engine"]["module"], set_up["engine"]["file"]
+        ).load()
+        self.op = discover.ops()[set_up["op"]]
+        self.device: str = set_up["device"]
+        self.damaged = False
+        self._kernel: Kernel | None = None
+        self._ceilings: dict[str, float] | None = None
+        self._twin: WorkerProcess | None = None
+
+    def serve(self, request: Message) -> None:
+        """Answer one request."""
+        if request["do"] == "probe":
+            self.probe()
+            return
+        if request["do"] == "outputs":
+            self.channel.send(self.guarded(self.outputs_of_one_variation, request))
+            return
+        self.channel.send(self.guarded(self.measure, request))
+
+    # --- the three requests -----------------------------------------------------------------
+
+    def measure(self, request: Message) -> Message:
+        """Run one scenario on one case."""
+        scenario = discover.scenarios()[request["scenario"]]
+        kernel = self.kernel()
+        workload = self.workload(request)
+        inputs = workload.fingerprint()
+        fields = scenario.measure(
+            Context(
+                workload=workload,
+                kernel=kernel,
+                passes=tuple(request["passes"]),
+                device=self.device,
+                elsewhere=lambda variation: self.elsewhere(request, variation),
+                ceilings=self.ceilings,
+                tell=lambda text: self.channel.send({"is": "progress", "text": text}),
+            )
+        )
+        status = COMPARED if scenario.kind == "invariance" else Status.MEASURED.value
+        return {
+            "status": status,
+            "fields": fields,
+            "inputs_sha256": inputs,
+            "resolved": dict(kernel.resolved),
+        }
+
+    def outputs_of_one_variation(self, request: Message) -> Message:
+        """Compute the actual side of a variation and leave it in a file."""
+        import torch
+
+        from rlbench.scenarios._invariance import run_trial
+
+        kernel, workload = self.kernel(), self.workload(request)
+        for variation in workload.variations(request["scenario"]):
+            if variation.name == request["variation"]:
+                outputs = run_trial(kernel, variation.actual)
+                torch.save({k: v.cpu() for k, v in outputs.items()}, request["path"])
+                return {"status": COMPARED, "fields": {}}
+        raise KeyError(request["variation"])
+
+    def probe(self) -> None:
+        """Measure this device's ceilings and tell the parent."""
+        from rlbench.measure.device import probe
+
+        self._ceilings = probe(self.device)
+        self.channel.send({"is": "probe", **self._ceilings})
+
+    # --- what they are made of --------------------------------------------------------------
+
+    def kernel(self) -> Kernel:
+        """The engine, loaded on first use. Raises Unavailable where it cannot be imported."""
+        if self._kernel is None:
+            loader = self.engine.load.get(self.op.name)
+            if loader is None:
+                raise Unsupported(f"does not compute {self.op.name}")
+            self._select_device()
+            try:
+                self._kernel = loader(self.set_up["engine"]["options"], self.device)
+            except (ImportError, Unavailable) as why:
+                reason = f"{why}; to get it: {self.engine.install}"
+                raise Unavailable(reason) from why
+        return self._kernel
+
+    def _select_device(self) -> None:
+        import torch
+
+        if self.device.startswith("cuda"):
+            torch.cuda.set_device(self.device)
+
+    def workload(self, request: Message) -> Workload:
+        case = self.op.case(request["case"]["name"], request["case"]["dtype"])
+        return self.op.load(case, self.set_up["preset"], self.device)
+
+    def ceilings(self) -> dict[str, float]:
+        if self._ceilings is None:
+            self.probe()
+        assert self._ceilings is not None
+        return self._ceilings
+
+    def elsewhere(self, request: Message, variation: str) -> Outputs:
+        """The outputs of a variation, computed in another process with its own CUDA context."""
+        import torch
+
+        if self._twin is None:
+            self._twin = WorkerProcess(
+                sys.executable, self.set_up, own_session=False, **{PROCESS_NUMBER: "1"}
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "outputs.pt")
+            question = {**request, "do": "outputs", "variation": variation, "path": path}
+            try:
+                self._twin.channel.send(question)
+                answer = self._twin.channel.receive()
+            except Closed as gone:
+                how = f"{self._twin.how_it_ended()}: {self._twin.output_tail()}"
+                raise RuntimeError(f"the fresh process died: {how}") from gone
+            assert answer is not None
+            if answer["status"] != COMPARED:
+                raise RuntimeError(f"in a fresh process: {answer['reason']}")
+            outputs: Outputs = torch.load(path, map_location=self.device, weights_only=True)
+            return outputs
+
+    # --- failures ---------------------------------------------------------------------------
+
+    def guarded(self, work: Any, request: Message) -> Message:
+        """`work(request)`, with whatever it raises turned into an answer."""
+        try:
+            answer = {"is": "answer", **work(request)}
+            json.dumps(answer, allow_nan=False)  # a figure that is not finite is an error, too
+            return answer
+        except Unsupported as why:
+            return _failure(Status.UNSUPPORTED, str(why))
+        except Unavailable as why:
+            return _failure(Status.UNAVAILABLE, str(why))
+        except Closed:
+            raise
+        except BaseException as error:  # noqa: BLE001  # sys.exit in an engine is one, too
+            self.damaged = True
+            status = classify(error, self.device)
+            return {**_failure(status, describe(error)), "fatal": True}
+
+
+def classify(error: BaseException, device: str) -> Status:
+    """Which status an exception is: `oom`, `crash` for a lost CUDA context, else `error`."""
+    import torch
+
+    text = str(error).lower()
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and ("out of memory" in text or "allocate memory" in text)
+    ):
+        return Status.OOM
+    if device.startswith("cuda"):
+        try:
+            torch.cuda.synchronize()
+        except Exception:  # noqa: BLE001  # the kind depends on torch's version
+            return Status.CRASH
+    return Status.ERROR
+
+
+def describe(error: BaseException) -> str:
+    """`Type: message (file:line)` of the innermost frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    kind = "" if isinstance(error, MeasuringError) else f"{type(error).__name__}: "
+    return f"{kind}{error}"[:LONGEST_REASON] + where
+
+
+def _failure(status: Status, reason: str) -> Message:
+    text = without_folders(reason).strip() or "no message"
+    return {"is": "answer", "status": status.value, "reason": text, "fields": {}}
