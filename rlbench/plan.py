@@ -174,10 +174,8 @@ def reproduce(request: Request, engine: str, case: Case, scenario: str) -> str:
 def _why_nowhere(variant: Variant, environments: Sequence[Environment]) -> str:
     reasons = {e.id: str(e.why_not[variant.name]) for e in environments}
     if len(set(reasons.values())) == 1:
-        text = next(iter(reasons.values()))
-    else:
-        text = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    return f"{text}; to get it: {variant.engine.install}"
+        return next(iter(reasons.values()))
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
 
 def _known(option: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -24,7 +24,7 @@ def engines() -> None:
         line.append("not here" if reason else "here", style="dim" if reason else "green")
         line.append(f"  {engine.summary}; computes {', '.join(engine.load)}", style="dim")
         console.print(line)
-        details = [reason, f"get it: {engine.install}"] if reason else [version_of(engine)]
+        details = [reason or version_of(engine)]
         for claim in engine.claims_of(dict(variant.options)):
             details.append(f"claims {claim.property.value}: {claim.source}")
         for detail in details:

@@ -13,7 +13,7 @@ from rlbench.ops.attention.dense import Attend, attend_packed, attend_paged
 from rlbench.ops.attention.eager import hidden
 from rlbench.ops.attention.inputs import hash_word
 
-NARROWEST, WIDTHS = 24, 61
+NARROWEST, WIDTHS = 8, 61
 BLOCKS = 16
 
 
@@ -38,19 +38,34 @@ def bind_paged(call: PagedPrefill) -> Run:
 
 
 def _attend(call: PackedPrefill | PagedPrefill, circumstance: int) -> Attend:
-    """Splits of a width that follows the circumstance, which no result should."""
-    width = NARROWEST + circumstance % WIDTHS
+    """Splits whose borders follow the circumstance, which no result should."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return split_attention(q, k, v, width, call.softmax_scale, call.causal)
+        splits = split_keys(k.shape[2], circumstance)
+        return split_attention(q, k, v, splits, call.softmax_scale, call.causal)
 
     return attend
 
 
+def split_keys(k_len: int, circumstance: int) -> list[slice]:
+    """Keys 0 … k_len in pieces of hashed widths, so that no two circumstances cut alike."""
+    pieces, start = [], 0
+    while start < k_len:
+        width = NARROWEST + hash_word(circumstance ^ start) % WIDTHS
+        pieces.append(slice(start, min(start + width, k_len)))
+        start += width
+    return pieces
+
+
 def split_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, width: int, scale: float, causal: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    splits: list[slice],
+    scale: float,
+    causal: bool,
 ) -> torch.Tensor:
-    """Keys in splits of `width`, each partial output rounded to the dtype before the merge.
+    """Keys split by split, each partial output rounded to the dtype before the merge.
 
     q [n, q_heads, Lq, dim], k and v [n, kv_heads, Lk, dim] -> [n, q_heads, Lq, dim].
     """
@@ -60,8 +75,7 @@ def split_attention(
     mask = hidden(q_len, k_len, q.device) if causal else None
     top = torch.full((*rows.shape[:3], 1), float("-inf"), device=q.device)
     total, out = torch.zeros_like(top), torch.zeros_like(rows)
-    for start in range(0, k_len, width):
-        keys = slice(start, min(start + width, k_len))
+    for keys in splits:
         scores = rows @ k[:, :, keys].float().transpose(-1, -2) * scale
         if mask is not None:
             shaped = scores.view(n, kv_heads, -1, q_len, scores.shape[-1])

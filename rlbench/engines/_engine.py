@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlbench.results.vocabulary import Property
@@ -62,11 +61,11 @@ class Engine:
 
     def why_not_here(self, device_type: str, capability: tuple[int, int] | None) -> str | None:
         """Why this interpreter or device cannot run the engine, or None; imports nothing."""
-        missing = [m for m in self.modules if not module_exists(m)]
-        if missing:
-            return f"module {missing[0]} is not installed"
         if device_type not in self.devices:
             return f"needs a {' or '.join(self.devices)} device, not {device_type}"
+        missing = [m for m in self.modules if not module_exists(m)]
+        if missing:
+            return f"module {missing[0]} is not installed; to get it: {self.install}"
         if capability and not self.min_capability <= capability <= self.max_capability:
             low, high = self.min_capability, self.max_capability
             upper = "" if high[0] == 99 else f" to {high[0]}.{high[1]}"
@@ -104,9 +103,3 @@ def _find(name: str, search: list[str] | None) -> importlib.machinery.ModuleSpec
         return importlib.machinery.BuiltinImporter.find_spec(name)
     return importlib.machinery.PathFinder.find_spec(name, search)
 
-
-def installed_files(directory: Path) -> Iterator[Path]:
-    """The engine files of a folder: every module whose name does not begin with an underscore."""
-    for path in sorted(directory.glob("*.py")):
-        if not path.name.startswith("_"):
-            yield path

@@ -28,14 +28,16 @@ CLAIMS = (
 
 def load_attention(fa_version: int, options: Mapping[str, str], device: str) -> Kernel:
     """Ragged prefill, and paged prefill and decode, through `flash_attn_varlen_func`."""
-    from vllm.vllm_flash_attn import fa_version_unsupported_reason, flash_attn_varlen_func
+    from vllm.vllm_flash_attn import flash_attn_interface
 
     from rlbench.ops._op import Kernel, Run
     from rlbench.ops.attention.calls import PackedPrefill, PagedPrefill
 
-    reason = fa_version_unsupported_reason(fa_version)
+    # vLLM swallows the import error of its extension and keeps it here.
+    reason = getattr(flash_attn_interface, f"FA{fa_version}_UNAVAILABLE_REASON")
     if reason:
-        raise Unavailable(reason)
+        raise Unavailable(f"vLLM's FlashAttention-{fa_version} does not load: {reason}")
+    flash_attn_varlen_func = flash_attn_interface.flash_attn_varlen_func
     num_splits = int(options.get("splits", AUTO))
 
     def packed(call: PackedPrefill) -> Run:

@@ -5,7 +5,7 @@ are rounded to the case's dtype, and lets decide what nothing should:
 
 | scenario | what is wrong |
 | --- | --- |
-| batch | the split width follows the number of query rows in the batch, padding included |
+| batch | the splits' borders follow the number of query rows in the batch, padding included |
 | chunked-prefill | so it follows the chunk, and the pages' numbers where keys are paged |
 | decode | and the page size, and the values in slots that no key uses |
 | backward | gradients are summed over blocks in an order that changes with every call |

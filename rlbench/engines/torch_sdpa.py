@@ -31,7 +31,6 @@ CUDA_ONLY = ("cudnn", "efficient")
 def load_attention(options: Mapping[str, str], device: str) -> Kernel:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.attention.bias import causal_lower_right
     from torch.nn.functional import scaled_dot_product_attention
 
     from rlbench.ops._op import Kernel, Run
@@ -50,6 +49,9 @@ def load_attention(options: Mapping[str, str], device: str) -> Kernel:
         if q_len == k_len:
             return {"is_causal": True}
         if name == "flash" and where.type == "cuda":
+            # Not at the top: it imports the compiler, seconds that only this case needs.
+            from torch.nn.attention.bias import causal_lower_right
+
             return {"attn_mask": causal_lower_right(q_len, k_len)}
         return {"attn_mask": ~hidden(q_len, k_len, where)}
 

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 
+_PROBE_RUNS = 15
+
+
 def describe(device: str) -> dict[str, Any]:
     """`name`, `compute_capability`, `sms`, `memory` (bytes), `driver`, `cuda` of a device."""
     if not device.startswith("cuda"):
@@ -55,7 +58,7 @@ def probe(device: str) -> dict[str, float]:
     """This device's ceilings, measured now: `tflops` of a bf16 product, `gbps` of a copy.
 
     CUDA: 8192 x 8192 x 8192 and 1 GiB (bytes read plus bytes written). CPU: 1024 cubed in fp32
-    and 64 MiB. The median of seven runs on random data.
+    and 64 MiB. The median of 15 runs on random data, after as many that warm the clocks up.
     """
     cuda = device.startswith("cuda")
     n, dtype = (8192, torch.bfloat16) if cuda else (1024, torch.float32)
@@ -70,10 +73,10 @@ def probe(device: str) -> dict[str, float]:
 
 
 def _median_seconds(run: Any, cuda: bool) -> float:
-    for _ in range(3):
+    for _ in range(_PROBE_RUNS):
         run()
     taken = []
-    for _ in range(7):
+    for _ in range(_PROBE_RUNS):
         if cuda:
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -85,4 +88,4 @@ def _median_seconds(run: Any, cuda: bool) -> float:
             begin = time.perf_counter()
             run()
             taken.append(time.perf_counter() - begin)
-    return sorted(taken)[3]
+    return sorted(taken)[_PROBE_RUNS // 2]

@@ -57,7 +57,8 @@ def latency(price: Price | None) -> str:
     if price is None:
         return "–"
     marks = "".join(DOUBT_MARKS[doubt] for doubt in price.doubts)
-    return f"{duration(price.point.median_us)} {price.ratio:.2f}×{marks}"
+    ratio = f"{price.ratio:.2f}" if price.ratio < 9.995 else f"{price.ratio:.1f}"
+    return f"{duration(price.point.median_us)} {ratio}×{marks}"
 
 
 def rate(price: Price | None) -> str:

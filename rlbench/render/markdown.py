@@ -15,9 +15,9 @@ from rlbench.results.vocabulary import ANSWERED
 def render(report: Report) -> str:
     """Every case: verdicts, accuracy, latency by shape, agreement, notes; then provenance."""
     parts = ["# rlbench report", _how_to_read()]
-    several = len(view.environment_names(report)) > 1
     for whole in view.sheets(report):
         absent = view.absent(whole)
+        several = view.twice(whole)
         sheet = replace(whole, rows=[row for row in whole.rows if row not in absent])
         parts.append(f"## {escape(heading(sheet))}")
         parts += [
@@ -120,10 +120,14 @@ def _agreement(sheet: view.Sheet) -> str:
 def _notes(sheet: view.Sheet) -> str:
     lines = [
         f"- **{escape(', '.join(note.engines))}** ({escape(', '.join(note.scenarios))}): "
-        f"{escape(note.text)}"
+        f"{escape(note.text)}" + _left_out(note)
         for note in view.notes(sheet)
     ]
     return "### Notes\n\n" + "\n".join(lines) if lines else ""
+
+
+def _left_out(note: view.Note) -> str:
+    return f" (left out: {escape('; '.join(note.variations))})" if note.variations else ""
 
 
 def _claims(report: Report) -> str:

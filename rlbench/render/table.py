@@ -13,8 +13,8 @@ from rlbench.results.schema import Report
 
 def show(report: Report, console: Console) -> None:
     """Print every case of the report."""
-    several = len(view.environment_names(report)) > 1
     for sheet in view.sheets(report):
+        several = view.twice(sheet)
         absent = view.absent(sheet)
         rows = [row for row in sheet.rows if row not in absent]
         console.print()
@@ -69,7 +69,7 @@ def price_table(
 
 
 def _table(title: str, several: bool) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column(title, overflow="fold", min_width=12)
     if several:
         table.add_column("in", overflow="fold", style="dim")
@@ -78,7 +78,7 @@ def _table(title: str, several: bool) -> Table:
 
 def _who(row: view.Row, several: bool) -> list[Text]:
     engine = Text(view.clean(row.engine))
-    return [engine, Text(view.clean(row.environment.split("-")[0]))] if several else [engine]
+    return [engine, Text(view.clean(row.environment))] if several else [engine]
 
 
 def _notes(sheet: view.Sheet, console: Console) -> None:

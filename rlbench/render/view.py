@@ -42,7 +42,7 @@ class Price:
     """One latency point beside the fastest comparable one."""
 
     point: Point
-    ratio: float | None
+    ratio: float
     """Over the fastest on the same device and driver."""
     doubts: tuple[str, ...]
     """Why the ratio is to be read with care: another timer, clocks that moved."""
@@ -88,8 +88,9 @@ def nans(result: Result) -> int:
     return bits + sum(errors.nonfinite for errors in (result.errors or {}).values())
 
 
-def environment_names(report: Report) -> list[str]:
-    return sorted({result.environment for result in report.results})
+def twice(sheet: Sheet) -> bool:
+    """Whether some engine has rows from several environments, which then must be named."""
+    return len({row.engine for row in sheet.rows}) < len(sheet.rows)
 
 
 def shapes(sheet: Sheet) -> list[tuple[str, str]]:
@@ -161,20 +162,17 @@ def _doubts(
     doubts = []
     if points[key].timer != points[best].timer:
         doubts.append("timer")
-    ours, theirs = _probe_range(environments, key), _probe_range(environments, best)
-    if ours and theirs:
-        values = (*ours, *theirs)
-        if max(values) > min(values) * (1 + PROBE_SPREAD):
-            doubts.append("clocks")
+    ours, theirs = _probe(environments, key), _probe(environments, best)
+    if ours and theirs and max(ours, theirs) > min(ours, theirs) * (1 + PROBE_SPREAD):
+        doubts.append("clocks")
     return tuple(doubts)
 
 
-def _probe_range(
-    environments: dict[str, Environment], key: tuple[str, str]
-) -> tuple[float, ...]:
+def _probe(environments: dict[str, Environment], key: tuple[str, str]) -> float | None:
+    """The mean of an engine's clock probes, before and after its jobs."""
     environment = environments.get(key[1])
-    probes = environment.probes if environment else []
-    return tuple(probe.tflops for probe in probes if probe.engine == key[0])
+    probes = [p.tflops for p in (environment.probes if environment else []) if p.engine == key[0]]
+    return sum(probes) / len(probes) if probes else None
 
 
 @dataclass(frozen=True)
@@ -217,22 +215,28 @@ class Note:
     engines: tuple[str, ...]
     scenarios: tuple[str, ...]
     text: str
-    serious: bool = False
+    serious: bool
+    variations: tuple[str, ...]
+    """The questions it is about, where it is not about all."""
 
 
 def notes(sheet: Sheet) -> list[Note]:
     """Reasons of what was not measured, unproven checks, NaNs; equal ones joined."""
-    gathered: dict[tuple[str, bool], dict[str, list[str]]] = {}
+    remarks: dict[tuple[str, bool], dict[str, dict[str, list[str]]]] = {}
     for row in sheet.rows:
         for scenario, result in row.results.items():
-            for text, serious in _remarks(result):
-                by_engine = gathered.setdefault((text, serious), {})
-                by_engine.setdefault(row.engine, []).append(scenario)
-    joined: dict[tuple[str, bool, tuple[str, ...]], list[str]] = {}
-    for (text, serious), by_engine in gathered.items():
-        for engine, scenarios in by_engine.items():
-            joined.setdefault((text, serious, tuple(scenarios)), []).append(engine)
-    return [Note(tuple(e), sc, text, serious) for (text, serious, sc), e in joined.items()]
+            for text, serious, variations in _remarks(result):
+                by_engine = remarks.setdefault((text, serious), {})
+                by_engine.setdefault(row.engine, {}).setdefault(scenario, []).extend(variations)
+    found = []
+    for (text, serious), by_engine in remarks.items():
+        joined: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+        for engine, by_scenario in by_engine.items():
+            variations = tuple(dict.fromkeys(v for vs in by_scenario.values() for v in vs))
+            joined.setdefault((tuple(by_scenario), variations), []).append(engine)
+        for (scenarios, variations), engines in joined.items():
+            found.append(Note(tuple(engines), scenarios, text, serious, variations))
+    return found
 
 
 def absent(sheet: Sheet) -> list[Row]:
@@ -241,19 +245,19 @@ def absent(sheet: Sheet) -> list[Row]:
     return [r for r in sheet.rows if all(x.status in idle for x in r.results.values())]
 
 
-def _remarks(result: Result) -> Iterable[tuple[str, bool]]:
+def _remarks(result: Result) -> Iterable[tuple[str, bool, list[str]]]:
     if result.status not in ANSWERED:
-        yield result.reason or "", result.status in BROKEN or result.status is Status.OOM
+        yield result.reason or "", result.status in (*BROKEN, Status.OOM), []
     if result.status is Status.UNPROVEN:
         names = [check.variation for check in result.checks or () if not check.proven]
-        yield f"the control did not fail: {', '.join(names)}", True
+        yield f"the control did not fail: {', '.join(names)}", True, []
     if nans(result):
-        yield f"{nans(result)} output elements are NaN or infinite", True
+        yield f"{nans(result)} output elements are NaN or infinite", True, []
     by_reason: dict[str, list[str]] = {}
     for skipped in result.skipped or ():
         by_reason.setdefault(skipped.reason, []).append(skipped.variation)
     for reason, variations in by_reason.items():
-        yield f"{reason} (left out: {', '.join(variations)})", False
+        yield reason, False, variations
 
 
 def agreement(sheet: Sheet) -> dict[str, list[list[str]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 
 from rlbench import discover
 from rlbench.errors import MergeError
-from rlbench.plan import Job, Plan
+from rlbench.plan import Job, Plan, is_invariance
 from rlbench.results import schema
 from rlbench.results.vocabulary import Status
 from rlbench.run.process import WorkerProcess
@@ -47,7 +48,8 @@ class Answer:
 def execute(plan: Plan, recorder: Recorder, listener: Listener, timeout_s: float) -> None:
     """Measure every job of the plan that the recorder does not have, control first.
 
-    Whatever a worker does (dies, hangs, runs out of memory) costs the result of its job alone:
+    While one engine is checked, the next one's worker imports; while latency is measured, no
+    other worker does anything. Whatever a worker does (dies, hangs, runs out of memory) costs the result of its job alone:
     the next job gets a fresh worker. KeyboardInterrupt passes through, after the worker is gone.
     """
     control = ControlAnswers(recorder.earlier_results())
@@ -64,13 +66,25 @@ def execute(plan: Plan, recorder: Recorder, listener: Listener, timeout_s: float
             )
             listener.finished(job, result)
     todo = [job for job in plan.jobs if job.key not in recorder.finished]
-    for _, jobs in groupby(todo, key=lambda j: (j.environment, j.variant.id)):
-        with Crew(plan, recorder, timeout_s) as crew:
+    shifts = [list(jobs) for _, jobs in groupby(todo, key=lambda j: (j.environment, j.variant.id))]
+    crews = [Crew(plan, recorder, timeout_s) for _ in shifts]
+    try:
+        for number, (jobs, crew) in enumerate(zip(shifts, crews, strict=True)):
+            following = crews[number + 1] if number + 1 < len(crews) else None
+            if following:
+                following.begin_import(shifts[number + 1][0])
             for job in jobs:
+                if following and not is_invariance(job.scenario):
+                    following.end_import()
                 listener.started(job)
                 result = settle(job, crew, control, recorder, listener)
                 listener.finished(job, result)
             crew.probe_after()
+            crew.dismiss()
+    except BaseException:
+        for crew in crews:
+            crew.kill()
+        raise
 
 
 def settle(
@@ -148,10 +162,12 @@ class Crew:
         self.timeout_s = timeout_s
         self._worker: WorkerProcess | None = None
         self._probed_by: Job | None = None
+        self._importing = False
 
     def measure(self, job: Job, listener: Listener) -> Answer:
         """Ask the worker, starting one if there is none; lose it if it fails."""
         try:
+            self.end_import()
             worker = self._hire(job)
             worker.channel.send(
                 {
@@ -183,13 +199,30 @@ class Crew:
             self._note_probe(self._probed_by, "after", message)
             self.recorder.save()
 
-    def __enter__(self) -> Crew:
-        return self
+    def begin_import(self, job: Job) -> None:
+        """Let a worker import the engine while another engine is being checked, not timed."""
+        with contextlib.suppress(Closed, OSError):
+            self._hire(job).channel.send({"do": "import"})
+            self._importing = True
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._worker is not None and kind is not None:
-            self._worker.kill()
+    def end_import(self) -> None:
+        """Wait until that is over: nobody else computes while latency is measured."""
+        if self._worker is None or not self._importing:
+            return
+        self._importing = False
+        with contextlib.suppress(Closed):
+            if self._worker.channel.receive(self.timeout_s) is None:
+                self._worker.kill()
+
+    def dismiss(self) -> None:
+        """Let the worker end by itself."""
         self._lose()
+
+    def kill(self) -> None:
+        """End the worker at once."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._lose()
 
     def _hire(self, job: Job) -> WorkerProcess:
         if self._worker is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import sys
@@ -60,6 +62,9 @@ class Session:
 
     def serve(self, request: Message) -> None:
         """Answer one request."""
+        if request["do"] == "import":
+            self.import_modules()
+            return
         if request["do"] == "probe":
             self.probe()
             return
@@ -68,7 +73,7 @@ class Session:
             return
         self.channel.send(self.guarded(self.measure, request))
 
-    # --- the three requests -----------------------------------------------------------------
+    # --- the requests ----------------------------------------------------------------------
 
     def measure(self, request: Message) -> Message:
         """Run one scenario on one case."""
@@ -108,6 +113,13 @@ class Session:
                 torch.save({k: v.cpu() for k, v in outputs.items()}, request["path"])
                 return {"status": COMPARED, "fields": {}}
         raise KeyError(request["variation"])
+
+    def import_modules(self) -> None:
+        """Import what the engine needs, without touching the device; failures show up later."""
+        for module in self.engine.modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(module)
+        self.channel.send({"is": "imported"})
 
     def probe(self) -> None:
         """Measure this device's ceilings and tell the parent."""

@@ -16,6 +16,8 @@ class Sizes:
     """(name, lengths of the neighbours, the target's position among them)."""
     chunks: tuple[int, ...]
     """Chunk sizes, aligned and odd, for contiguous and for paged keys."""
+    early_positions: tuple[int, ...]
+    """The first decode steps, for which some engines have no kernel."""
     positions: tuple[int, ...]
     """Decode steps: the token that is fed, counted from 0."""
     decode_batches: tuple[int, ...]
@@ -48,7 +50,8 @@ _TINY = Sizes(
         ("last of 6, mixed neighbours", (1, 33, 200, 64, 150), 5),
     ),
     chunks=(64, 37),
-    positions=(0, 15, 16, 63, 64, 100, 149),
+    early_positions=(0, 1, 15, 40),
+    positions=(63, 64, 100, 149),
     decode_batches=(3, 15),
     page_sizes=(16, 32),
     repeats=3,
@@ -66,7 +69,8 @@ _SMALL = Sizes(
         ("last of 9, mixed neighbours", (1, 17, 64, 129, 300, 511, 40, 256), 8),
     ),
     chunks=(64, 113),
-    positions=(0, 15, 16, 63, 64, 127, 128, 200, 299),
+    early_positions=(0, 1, 15, 40),
+    positions=(63, 64, 127, 128, 200, 299),
     decode_batches=(3, 31),
     page_sizes=(16, 64),
     repeats=3,
@@ -87,7 +91,8 @@ _DEFAULT = Sizes(
         ("first of 65, one-token neighbours", (1,) * 64, 0),
     ),
     chunks=(64, 128, 256, 512, 177, 333),
-    positions=(0, 1, 15, 16, 63, 64, 127, 128, 255, 511, 700, 999),
+    early_positions=(0, 1, 2, 15, 16, 40),
+    positions=(63, 64, 127, 128, 255, 511, 700, 999),
     decode_batches=(3, 15, 63, 127),
     page_sizes=(16, 64, 128, 256),
     repeats=5,
@@ -106,6 +111,7 @@ _FULL = Sizes(
         ("middle of 129, short neighbours", tuple(1 + i % 97 for i in range(128)), 64),
     ),
     chunks=(16, 64, 128, 256, 512, 1024, 17, 177, 333, 1000),
+    early_positions=_DEFAULT.early_positions,
     positions=(*_DEFAULT.positions, 1023, 1024, 1500, 2047),
     decode_batches=(1, 3, 15, 63, 127, 255),
     page_sizes=(16, 32, 64, 128, 256),

@@ -135,20 +135,19 @@ class AttentionWorkload:
     # --- decode -----------------------------------------------------------------------------
 
     def _decode(self) -> Iterator[Variation]:
-        positions, usual = self.sizes.positions, self.sizes.page_sizes[0]
-
-        def prefill_rows() -> Iterator[Part]:
-            call = pack([self.target], self.softmax_scale)
-            yield Part(call, lambda out: {"out": out["out"][list(positions)]})
-
-        alone = Trial(lambda: self._steps())
-        yield Variation(
-            f"step = prefill's row, pages of {usual}",
-            "decode",
-            Property.DECODE_INVARIANT,
-            Trial(prefill_rows),
-            alone,
-        )
+        early, positions = self.sizes.early_positions, self.sizes.positions
+        alone = Trial(self._steps)
+        for name, which, steps in (
+            ("early steps", early, Trial(lambda: self._steps(positions=early))),
+            ("step", positions, alone),
+        ):
+            yield Variation(
+                f"{name} = prefill's row, pages of {self.sizes.page_sizes[0]}",
+                "decode",
+                Property.DECODE_INVARIANT,
+                Trial(lambda w=which: self._prefill_rows(w)),
+                steps,
+            )
 
         def variation(name: str, what: Property, **changed: int | bool) -> Variation:
             trial = Trial(lambda: self._steps(**changed))  # type: ignore[arg-type]
@@ -162,15 +161,24 @@ class AttentionWorkload:
         yield variation("scattered pages", Property.LAYOUT_INVARIANT, shuffled=True)
         yield variation("other stale values", Property.LAYOUT_INVARIANT, junk=77)
 
+    def _prefill_rows(self, positions: tuple[int, ...]) -> Iterator[Part]:
+        call = pack([self.target], self.softmax_scale)
+        yield Part(call, lambda outputs: {"out": outputs["out"][list(positions)]})
+
     def _steps(
-        self, neighbours: int = 0, page_size: int = 0, shuffled: bool = False, junk: int = 1
+        self,
+        positions: tuple[int, ...] = (),
+        neighbours: int = 0,
+        page_size: int = 0,
+        shuffled: bool = False,
+        junk: int = 1,
     ) -> Iterator[Part]:
         """One decode call a position, the target somewhere among its neighbours."""
         others = [
-            self.sequence(_NEIGHBOUR + i, 1 + (i * 389) % (2 * self.target.tokens))
+            self.sequence(_NEIGHBOUR + i, 16 + (i * 389) % (2 * self.target.tokens))
             for i in range(neighbours)
         ]
-        for number, position in enumerate(self.sizes.positions):
+        for number, position in enumerate(positions or self.sizes.positions):
             place = (number * 7) % (neighbours + 1)
             sequences = [*others[:place], self.target, *others[place:]]
             spans = [(s.tokens - 1, s.tokens) for s in sequences]

@@ -1,0 +1,66 @@
+"""The project's own CUDA kernels: packed prefill, paged prefill and decode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rlbench.engines._engine import Claim, Engine
+from rlbench.results.vocabulary import Property
+
+if TYPE_CHECKING:
+    from rlbench.ops._op import Kernel
+
+
+def load_attention(options: Mapping[str, str], device: str) -> Kernel:
+    from rlbench.kernels import attention
+    from rlbench.ops._op import Kernel, Run
+    from rlbench.ops.attention.calls import PackedPrefill, PagedPrefill
+
+    def packed(call: PackedPrefill) -> Run:
+        return lambda: {
+            "out": attention(
+                call.q,
+                call.k,
+                call.v,
+                cu_seqlens_q=call.cu_seqlens_q,
+                cu_seqlens_k=call.cu_seqlens_k,
+                max_seqlen_q=call.max_seqlen_q,
+                max_seqlen_k=call.max_seqlen_k,
+                softmax_scale=call.softmax_scale,
+                causal=call.causal,
+            )
+        }
+
+    def paged(call: PagedPrefill) -> Run:
+        return lambda: {
+            "out": attention(
+                call.q,
+                call.k_cache,
+                call.v_cache,
+                cu_seqlens_q=call.cu_seqlens_q,
+                max_seqlen_q=call.max_seqlen_q,
+                max_seqlen_k=call.max_seqlen_k,
+                block_table=call.block_table,
+                seqused_k=call.seqused_k,
+                softmax_scale=call.softmax_scale,
+                causal=call.causal,
+            )
+        }
+
+    return Kernel(
+        {"prefill": packed, "paged-prefill": paged, "decode": paged},
+        unsupported={"backward": "its backward is not written yet"},
+        resolved={"source": "attention_generic.cu"},
+    )
+
+
+ENGINE = Engine(
+    summary="the project's own kernels, bitwise invariant by definition",
+    distribution="rlbench",
+    modules=("torch", "cuda.core"),
+    install="pip install 'rlbench[kernels]'",
+    load={"attention": load_attention},
+    claims=tuple(Claim(p, "docs/kernels/attention.md") for p in Property),
+    min_capability=(8, 0),
+)

@@ -1,0 +1,371 @@
+// Attention forward for every GPU from sm_80: mma.sync, ldmatrix, cp.async.
+//
+// THE RESULT, BY DEFINITION
+//
+// A row is one query position i of one sequence under one query head. With Lq queries and Lk keys
+// it sees the keys 0 <= j < limit, where limit = i + Lk - Lq + 1 under the causal mask (aligned at
+// the bottom right; never below 0) and limit = Lk without it. c = fl32(softmax_scale * log2(e)),
+// rounded once. Keys are cut into blocks of kBlockKeys at the absolute positions 0, kBlockKeys, ...
+// The block width follows from the head dim alone:
+//
+//     head dim    64   128   256
+//     kBlockKeys 128   128    80
+//
+// Blocks are taken in ascending order. From m = -inf, l[0..3] = 0, O = 0, each block does
+//
+//   1. S[j] = sum over d of Q[d] K[j][d] in fp32, as a chain of k16 tensor core steps, d ascending,
+//      starting from +0. Keys at or past limit get S[j] = -inf.
+//   2. m' = max(m, max over j of S[j]);   m* = m' if m' > -inf else 0
+//   3. a = ex2(fl((fl(m - m*)) c));   P[j] = ex2(fma(S[j], c, -fl(m* c))), with ex2.approx.ftz
+//   4. For each quad lane q in 0..3, which owns the keys 8 t + 2 q and 8 t + 2 q + 1 of the block:
+//      l[q] = fl(l[q] a), then for t ascending
+//      l[q] = fl(l[q] + fl(P[8 t + 2 q] + P[8 t + 2 q + 1]))
+//   5. O[d] = fl(O[d] a), then a chain of k16 tensor core steps over the block's keys, j ascending,
+//      adding round16(P[j]) V[j][d], where round16 rounds to nearest even in the tensors' dtype.
+//   6. m = m'
+//
+// and at the end L = fl(fl(l[0] + l[1]) + fl(l[2] + l[3])),
+//   out[d] = round16(fma(O[d], r, +0)) with r = 1 / L correctly rounded, or r = 0 if L = 0,
+//   lse    = fma(m, softmax_scale, fl(lg2.approx(L) ln 2)), or -inf if L = 0.
+//
+// Nothing else enters: not the batch, the grid, the lengths of other sequences, the number of SMs,
+// the tile a row was put in, or where its keys lie in memory. What one k16 step does inside is the
+// tensor core's: it is the same for every row, column and tile, but sm_80 and sm_90 differ in it,
+// so the bits are equal on equal architectures and not across them.
+//
+// A KEY THAT IS NOT SEEN CONTRIBUTES AN EXACT NOTHING
+//
+// It has S = -inf whatever K held, hence P = ex2(-inf) = +0 and cannot raise m. +0 is added to l,
+// which is never -0. In step 5 it is a product of zero, and a zero product leaves a nonzero
+// accumulator alone (the tensor core aligns all terms to the largest one, and zero is never that;
+// the GPU tests check it with V up to the largest finite number). An accumulator of -0, which only
+// the scaling by a can make, may become +0. That is why the end computes fma(O, r, +0): it gives +0
+// for both, and a zero's sign has no way to reach a nonzero number before that. Products of zero
+// need V to be finite. So:
+//   - K and V past the last key that the tile sees are filled with zeros in shared memory and never
+//     read from global memory: stale NaNs in unused page slots, and table entries beyond the end,
+//     do not exist for this kernel.
+//   - V must be finite wherever a key belongs to the sequence and some row of the tile sees it. A
+//     NaN or infinity there reaches the rows that see it, as it should, and may reach earlier rows.
+// Hence a block that a row does not see at all is a no-op for it: m' = m, a = ex2(0 c) = 1 (or,
+// while m is still -inf, a = 0 on sums that are +0), all P = +0. So blocks past a tile's or a
+// warp's last seen key are skipped, and a row's bits do not depend on the rows beside it.
+//
+// THE SCHEDULE, WHICH IS FREE
+//
+// The rows of one sequence and one KV head are packed as (position, head in group) pairs, positions
+// outermost; a thread block takes kTileRows of them, a warp 16. Decode is the same code with one
+// position: the heads of a group share the loads of K and V. There is one buffer for K and one for
+// V: V is loaded under Q K^T, and the next K under P V.
+
+#include "copy.cuh"
+#include "mma.cuh"
+#include "numeric.cuh"
+#include "softmax.cuh"
+
+// The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), TILE_ROWS (a
+// multiple of 16), SHARED_BYTES (what the launch reserves), KERNEL_NAME.
+
+using namespace rlbench;
+
+constexpr int kHeadDim = HEAD_DIM;
+constexpr int kBlockKeys = kHeadDim == 256 ? 80 : 128;
+constexpr int kTileRows = TILE_ROWS;
+constexpr bool kPaged = PAGED != 0;
+using Element = ELEMENT;
+
+constexpr int kWarpRows = 16;
+constexpr int kWarps = kTileRows / kWarpRows;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kRowBytes = kHeadDim * 2;
+constexpr int kRowChunks = kRowBytes / kChunkBytes;
+constexpr int kRowsAtOnce = 32 / kRowChunks;           // rows that one warp copies in one go
+constexpr int kWarpKeys = kBlockKeys / kWarps;         // rows of K or V that one warp copies
+constexpr int kKeySlots = (kWarpKeys + 31) / 32;       // of these, the rows one lane looks up
+constexpr int kKeyTiles = kBlockKeys / 8;
+constexpr int kDimTiles = kHeadDim / 8;
+
+static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "HEAD_DIM");
+static_assert(SHARED_BYTES == (kTileRows + 2 * kBlockKeys) * kRowBytes, "SHARED_BYTES");
+static_assert(kTileRows % kWarpRows == 0 && kBlockKeys % 16 == 0, "fragments are 16 rows");
+static_assert(kKeySlots <= 2, "KeyRows::copy chooses between two");
+static_assert(kBlockKeys % kWarps == 0 && kWarpKeys % kRowsAtOnce == 0, "copies come out even");
+
+// Where a key lies: its page and the row inside it.
+struct KeySlot {
+  int page;
+  int row;
+};
+
+struct Strides {  // in elements
+  long long page, row, head;
+};
+
+// The rows of K or V that this warp copies, block by block.
+struct KeyRows {
+  const int* table;      // this sequence's row of the block table (paged)
+  unsigned page_size;    // (paged)
+  long long first_row;   // of the sequence in the packed tensor (contiguous)
+  int end;               // keys at or past it are absent
+  KeySlot slots[kKeySlots];
+
+  // Looks up the block that starts at `first_key`: lane t keeps the warp's rows t, t + 32, ...
+  __device__ __forceinline__ void find(int first_key, int warp, int lane) {
+    if constexpr (kPaged) {
+#pragma unroll
+      for (int s = 0; s < kKeySlots; ++s) {
+        const int row = s * 32 + lane;
+        const int key = first_key + warp * kWarpKeys + row;
+        slots[s] = {0, 0};
+        if (row < kWarpKeys && key < end) {
+          const unsigned page = static_cast<unsigned>(key) / page_size;
+          slots[s].page = table[page];
+          slots[s].row = static_cast<int>(static_cast<unsigned>(key) - page * page_size);
+        }
+      }
+    }
+  }
+
+  // Starts copying the block's rows of one tensor, zeros for absent keys. All lanes take part.
+  __device__ __forceinline__ void copy(unsigned shared, const unsigned short* head,
+                                       const Strides& strides, int first_key, int warp,
+                                       int lane) const {
+    const int chunk = lane % kRowChunks;
+#pragma unroll 4  // all the way would keep every address in a register, and spill
+    for (int i = 0; i < kWarpKeys; i += kRowsAtOnce) {
+      const int row = i + lane / kRowChunks;  // of this warp's rows
+      const int tile_row = warp * kWarpKeys + row;
+      const bool present = first_key + tile_row < end;
+      long long offset;
+      if constexpr (kPaged) {
+        const bool early = kKeySlots == 1 || i < 32;  // by value: an index would go to local memory
+        const int own_page = early ? slots[0].page : slots[kKeySlots - 1].page;
+        const int own_row = early ? slots[0].row : slots[kKeySlots - 1].row;
+        const int page = __shfl_sync(kFullWarp, own_page, row % 32);
+        const int page_row = __shfl_sync(kFullWarp, own_row, row % 32);
+        offset = page * strides.page + page_row * strides.row;
+      } else {
+        offset = (first_row + first_key + tile_row) * strides.row;
+      }
+      const unsigned short* source = present ? head + offset + chunk * 8 : head;
+      copy_async(shared + swizzled_offset<kRowBytes>(tile_row, chunk), source, present);
+    }
+  }
+};
+
+// Every parameter is 8 bytes wide, so that the host passes plain integers and floats.
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+    KERNEL_NAME(const unsigned short* __restrict__ q,   // [total_q, group * kv_heads, kHeadDim]
+                const unsigned short* __restrict__ k,   // [total_k, kv_heads, kHeadDim] or
+                const unsigned short* __restrict__ v,   //   [pages, page_size, kv_heads, kHeadDim]
+                unsigned short* __restrict__ out,       // like q
+                float* __restrict__ lse,                // [total_q, group * kv_heads] or null
+                const int* __restrict__ cu_seqlens_q,   // [sequences + 1]
+                const int* __restrict__ lengths_k,      // cu_seqlens_k, or seqused_k [sequences]
+                const int* __restrict__ block_table,    // [sequences, table_stride] or null
+                long long q_row_stride, long long q_head_stride, long long k_page_stride,
+                long long k_row_stride, long long k_head_stride, long long v_page_stride,
+                long long v_row_stride, long long v_head_stride, long long out_row_stride,
+                long long out_head_stride, long long table_stride, long long page_size_arg,
+                long long kv_heads_arg, long long group_arg, long long tiles_arg,
+                long long causal_arg, double scale_arg, double scale_log2_arg) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const unsigned q_tile = shared_address(shared_memory);
+  const unsigned k_tile = q_tile + kTileRows * kRowBytes;
+  const unsigned v_tile = k_tile + kBlockKeys * kRowBytes;
+
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  // Through a shuffle, so that the compiler knows it to be the same in all lanes.
+  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
+
+  // Which tile. Late tiles see the most keys under the causal mask, so they start first.
+  const unsigned tiles = static_cast<unsigned>(tiles_arg);
+  const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
+  const unsigned group = static_cast<unsigned>(group_arg);
+  const unsigned tile = tiles - 1 - blockIdx.x % tiles;
+  const unsigned kv_head = blockIdx.x / tiles % kv_heads;
+  const unsigned sequence = blockIdx.x / tiles / kv_heads;
+
+  const int q_begin = cu_seqlens_q[sequence];
+  const int q_length = cu_seqlens_q[sequence + 1] - q_begin;
+  const int k_begin = kPaged ? 0 : lengths_k[sequence];
+  const int k_length = kPaged ? lengths_k[sequence] : lengths_k[sequence + 1] - k_begin;
+
+  const long long packed_rows = static_cast<long long>(q_length) * group;
+  const long long tile_begin = static_cast<long long>(tile) * kTileRows;
+  if (tile_begin >= packed_rows) return;
+  const int tile_rows =
+      packed_rows - tile_begin < kTileRows ? static_cast<int>(packed_rows - tile_begin) : kTileRows;
+  const unsigned first_row = static_cast<unsigned>(tile_begin);
+
+  // The number of keys that a row of this tile sees; rows past the end count as the last one.
+  const bool causal = causal_arg != 0;
+  const auto limit_of = [&](int row) {
+    const int last = tile_rows - 1;
+    const unsigned packed = first_row + static_cast<unsigned>(row < last ? row : last);
+    return causal ? static_cast<int>(packed / group) + 1 + k_length - q_length : k_length;
+  };
+  const int warp_row = warp * kWarpRows;
+  const bool warp_has_rows = warp_row < tile_rows;
+  const int tile_limit = limit_of(kTileRows - 1);
+  const int warp_limit_min = limit_of(warp_row);
+  const int warp_limit_max = limit_of(warp_row + kWarpRows - 1);
+  const int blocks = tile_limit > 0 ? (tile_limit + kBlockKeys - 1) / kBlockKeys : 0;
+
+  const Strides k_strides = {k_page_stride, k_row_stride, k_head_stride};
+  const Strides v_strides = {v_page_stride, v_row_stride, v_head_stride};
+  const unsigned short* k_head = k + kv_head * k_strides.head;
+  const unsigned short* v_head = v + kv_head * v_strides.head;
+  KeyRows keys;
+  keys.table = kPaged ? block_table + sequence * table_stride : nullptr;
+  keys.page_size = static_cast<unsigned>(page_size_arg);
+  keys.first_row = k_begin;
+  keys.end = tile_limit;
+
+  // The address, in elements, of a packed row of q or out.
+  const auto row_offset = [&](int row, long long row_stride, long long head_stride) {
+    const unsigned packed = first_row + static_cast<unsigned>(row);
+    const unsigned position = packed / group;
+    const unsigned head = kv_head * group + (packed - position * group);
+    return (q_begin + static_cast<long long>(position)) * row_stride + head * head_stride;
+  };
+
+  if (blocks > 0) {
+    const int chunk = lane % kRowChunks;
+#pragma unroll 4
+    for (int i = 0; i < kWarpRows; i += kRowsAtOnce) {
+      const int row = warp_row + i + lane / kRowChunks;
+      const bool present = row < tile_rows;
+      const unsigned short* source =
+          present ? q + row_offset(row, q_row_stride, q_head_stride) + chunk * 8 : q;
+      copy_async(q_tile + swizzled_offset<kRowBytes>(row, chunk), source, present);
+    }
+    keys.find(0, warp, lane);
+    keys.copy(k_tile, k_head, k_strides, 0, warp, lane);
+  }
+
+  const float scale_log2 = static_cast<float>(scale_log2_arg);
+  SoftmaxRows softmax;
+  float acc[kDimTiles][4] = {};
+
+  // ldmatrix rows. Q (A) and V (transposed B): matrices 0, 1 are rows 0-7, 8-15 of the first chunk,
+  // matrices 2, 3 the same of the next. K (B): matrices 0, 1 are the two chunks of keys 0-7.
+  const int a_row = lane % 16;
+  const int a_chunk = lane / 16;
+  const int b_row = lane % 8 + lane / 16 * 8;
+  const int b_chunk = lane / 8 % 2;
+
+  for (int block = 0; block < blocks; ++block) {
+    const int first_key = block * kBlockKeys;
+    const bool warp_sees = warp_has_rows && first_key < warp_limit_max;
+
+    // This block's K (and Q) have landed, and every warp is done with the last block's V.
+    copy_async_wait_all();
+    __syncthreads();
+    keys.copy(v_tile, v_head, v_strides, first_key, warp, lane);
+    if (block + 1 < blocks) keys.find(first_key + kBlockKeys, warp, lane);
+
+    float scores[kKeyTiles][4] = {};
+    if (warp_sees) {
+#pragma unroll 4  // the swizzle's period; more of it spills at head dim 256
+      for (int d = 0; d < kHeadDim / 16; ++d) {
+        unsigned a[4];
+        load_matrices(a, q_tile + swizzled_offset<kRowBytes>(warp_row + a_row, 2 * d + a_chunk));
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; j += 2) {
+          unsigned b[4];
+          load_matrices(b, k_tile + swizzled_offset<kRowBytes>(8 * j + b_row, 2 * d + b_chunk));
+          mma_m16n8k16<Element>(scores[j], a, b[0], b[1]);
+          mma_m16n8k16<Element>(scores[j + 1], a, b[2], b[3]);
+        }
+      }
+    }
+
+    // V has landed, and every warp is done with K.
+    copy_async_wait_all();
+    __syncthreads();
+    if (block + 1 < blocks) {
+      keys.copy(k_tile, k_head, k_strides, first_key + kBlockKeys, warp, lane);
+    }
+
+    if (warp_sees) {
+      if (first_key + kBlockKeys > warp_limit_min) {
+        // Computed here and not once above: two registers that the other blocks do without.
+        const int row_limits[2] = {limit_of(warp_row + lane / 4),
+                                   limit_of(warp_row + lane / 4 + 8)};
+        const int column = first_key + lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            if (column + 8 * j + e % 2 >= row_limits[e / 2]) scores[j][e] = -kInfinity;
+          }
+        }
+      }
+      float rescale[2];
+      softmax.block(scores, scale_log2, rescale);
+#pragma unroll
+      for (int n = 0; n < kDimTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[n][e] = __fmul_rn(acc[n][e], rescale[e / 2]);
+      }
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; j += 2) {
+        // The accumulator layout of two score tiles is the A layout of one k16 step.
+        const unsigned a[4] = {Element::pack(scores[j][0], scores[j][1]),
+                               Element::pack(scores[j][2], scores[j][3]),
+                               Element::pack(scores[j + 1][0], scores[j + 1][1]),
+                               Element::pack(scores[j + 1][2], scores[j + 1][3])};
+#pragma unroll
+        for (int n = 0; n < kDimTiles; n += 2) {
+          unsigned b[4];
+          load_matrices_transposed(
+              b, v_tile + swizzled_offset<kRowBytes>(8 * j + a_row, n + a_chunk));
+          mma_m16n8k16<Element>(acc[n], a, b[0], b[1]);
+          mma_m16n8k16<Element>(acc[n + 1], a, b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  if (!warp_has_rows) return;
+
+  // The rows go out through this warp's own part of the Q tile, which only this warp reads, so that
+  // they are written in whole chunks.
+  __syncwarp();
+  float inverse[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float total = softmax.total(r);
+    inverse[r] = total == 0.0f ? 0.0f : __frcp_rn(total);
+    const int row = warp_row + lane / 4 + 8 * r;
+    if (lse != nullptr && lane % 4 == 0 && row < tile_rows) {
+      const float log_sum = __fmul_rn(log2_approx(total), kLn2);
+      lse[row_offset(row, static_cast<long long>(kv_heads) * group, 1)] =
+          total == 0.0f ? -kInfinity
+                        : __fmaf_rn(softmax.max[r], static_cast<float>(scale_arg), log_sum);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kDimTiles; ++n) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const unsigned offset =
+          swizzled_offset<kRowBytes>(warp_row + lane / 4 + 8 * r, n) + lane % 4 * 4;
+      *reinterpret_cast<unsigned*>(shared_memory + offset) =
+          Element::pack(__fmaf_rn(acc[n][2 * r], inverse[r], 0.0f),
+                        __fmaf_rn(acc[n][2 * r + 1], inverse[r], 0.0f));
+    }
+  }
+  __syncwarp();
+  const int chunk = lane % kRowChunks;
+#pragma unroll 4
+  for (int i = 0; i < kWarpRows; i += kRowsAtOnce) {
+    const int row = warp_row + i + lane / kRowChunks;
+    if (row < tile_rows) {
+      unsigned short* target = out + row_offset(row, out_row_stride, out_head_stride) + chunk * 8;
+      *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(
+          shared_memory + swizzled_offset<kRowBytes>(row, chunk));
+    }
+  }
+}

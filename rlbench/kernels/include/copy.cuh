@@ -1,0 +1,35 @@
+// Moving bytes between global and shared memory in 16-byte chunks.
+#pragma once
+
+namespace rlbench {
+
+constexpr int kChunkBytes = 16;
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Byte offset of a 16-byte chunk in a tile whose rows are kRowBytes long, a multiple of 128. The
+// XOR spreads one chunk column of eight consecutive rows over all 32 banks, which is what ldmatrix
+// reads.
+template <int kRowBytes>
+__device__ __forceinline__ unsigned swizzled_offset(int row, int chunk) {
+  static_assert(kRowBytes % 128 == 0, "the swizzle permutes the eight chunks of 128 bytes");
+  return static_cast<unsigned>(row * kRowBytes + ((chunk ^ (row & 7)) * kChunkBytes));
+}
+
+// Starts copying one chunk to shared memory. An absent chunk is written as zeros and its source is
+// not read at all.
+__device__ __forceinline__ void copy_async(unsigned shared, const void* global, bool present) {
+  const int source_bytes = present ? kChunkBytes : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(source_bytes)
+               : "memory");
+}
+
+// Waits until every copy that this thread started has landed. Other threads see it after a barrier.
+__device__ __forceinline__ void copy_async_wait_all() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+}  // namespace rlbench

@@ -1,0 +1,58 @@
+// The online softmax over one block of keys, on accumulators in the layout of mma.cuh.
+#pragma once
+
+#include "numeric.cuh"
+
+namespace rlbench {
+
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+// Two rows of a warp's 16 (index 0: row g, index 1: row g + 8), as one lane holds them.
+struct SoftmaxRows {
+  float max[2];  // of the raw scores seen so far, the same in a row's four lanes; -inf at first
+  float sum[2];  // of the weights in this lane's own columns; the four lanes are added at the end
+
+  __device__ __forceinline__ SoftmaxRows() : max{-kInfinity, -kInfinity}, sum{0.0f, 0.0f} {}
+
+  // Replaces raw scores by weights exp2(scale * (score - max)) and returns in `rescale` what the
+  // sums of the earlier blocks were multiplied by: the caller does the same to its accumulators.
+  template <int kTiles>
+  __device__ __forceinline__ void block(float (&scores)[kTiles][4], float scale,
+                                        float (&rescale)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float block_max = max[r];
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        block_max = fmaxf(block_max, fmaxf(scores[j][2 * r], scores[j][2 * r + 1]));
+      }
+      block_max = fmaxf(block_max, __shfl_xor_sync(kFullWarp, block_max, 1));
+      block_max = fmaxf(block_max, __shfl_xor_sync(kFullWarp, block_max, 2));
+      // A row that has seen no key yet: -inf - -inf would be NaN. Zero is as good as any other
+      // reference, since every weight and every sum of that row is zero.
+      const float reference = block_max == -kInfinity ? 0.0f : block_max;
+      // The difference, not fma(max, scale, -scaled): unchanged maxima must give exp2(0) = 1.
+      rescale[r] = exp2_approx(__fmul_rn(__fsub_rn(max[r], reference), scale));
+      max[r] = block_max;
+      const float scaled = __fmul_rn(reference, scale);
+      float row_sum = __fmul_rn(sum[r], rescale[r]);
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        const float even = exp2_approx(__fmaf_rn(scores[j][2 * r], scale, -scaled));
+        const float odd = exp2_approx(__fmaf_rn(scores[j][2 * r + 1], scale, -scaled));
+        scores[j][2 * r] = even;
+        scores[j][2 * r + 1] = odd;
+        row_sum = __fadd_rn(row_sum, __fadd_rn(even, odd));
+      }
+      sum[r] = row_sum;
+    }
+  }
+
+  // The whole row's sum, (lane 0 + lane 1) + (lane 2 + lane 3) of its four lanes, in each of them.
+  __device__ __forceinline__ float total(int r) const {
+    const float pair = __fadd_rn(sum[r], __shfl_xor_sync(kFullWarp, sum[r], 1));
+    return __fadd_rn(pair, __shfl_xor_sync(kFullWarp, pair, 2));
+  }
+};
+
+}  // namespace rlbench

@@ -1,0 +1,61 @@
+"""Every build of every kernel, for three architectures, without a GPU: it compiles and fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rlbench.kernels import jit
+from rlbench.kernels.attention import SOURCE, Variant, variants
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("cuda.core", reason="needs cuda-core and NVRTC: pip install 'rlbench[kernels]'")
+
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
+BUILDS = [(arch, variant) for arch in ARCHITECTURES for variant in variants()]
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100a": 227 * 1024}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLBENCH_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("arch", "variant"), BUILDS, ids=[f"{arch}-{variant.kernel}" for arch, variant in BUILDS]
+)
+def test_builds_without_spills(arch: str, variant: Variant) -> None:
+    cubin = jit.compile_cubin(SOURCE, arch=arch, defines=variant.defines)
+    usage = cubin.usage()
+    assert (usage.spill_store_bytes, usage.spill_load_bytes) == (0, 0), cubin.log
+    assert usage.stack_bytes == 0, cubin.log
+    assert cubin.warnings() == [], cubin.log
+    # C7515 (wgmma serialized) and C7508 (setmaxnreg ignored) may come as information.
+    assert "serialized" not in cubin.log.lower()
+    assert "setmaxnreg" not in cubin.log.lower()
+    assert variant.kernel.encode() in cubin.code
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_shared_memory_fits(arch: str) -> None:
+    for variant in variants():
+        assert variant.shared_bytes <= SHARED_LIMIT[arch]
+    # GPUs with the least shared memory (8.6, 8.9, 12.0) have 99 KiB for a block.
+    assert all(
+        min(v.shared_bytes for v in variants() if v.head_dim == head_dim) <= 99 * 1024
+        for head_dim in (64, 128, 256)
+    )
+
+
+def test_a_spill_would_be_seen() -> None:
+    log = (
+        "ptxas warning : Registers are spilled to local memory in function 'k', 8 bytes ...\n"
+        "ptxas         .     8 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads\n"
+        "ptxas info    : Used 255 registers, used 1 barriers\n"
+    )
+    cubin = jit.Cubin("k", "sm_80", b"", log, from_cache=False)
+    assert cubin.usage() == jit.Usage(255, 8, 8, 4)
+    assert len(cubin.warnings()) == 1
