@@ -38,10 +38,16 @@ class Source:
 
     def load(self) -> Engine:
         """Import the module and return its ENGINE."""
-        if self.file is None:
-            module = importlib.import_module(self.module)
-        else:
-            module = _module_from_file(self.module, self.file)
+        try:
+            if self.file is None:
+                module = importlib.import_module(self.module)
+            else:
+                module = _module_from_file(self.module, self.file)
+        except Exception as why:
+            raise UsageError(
+                f"engine {self.name!r}: {self.module} cannot be imported: "
+                f"{type(why).__name__}: {why}; mend or uninstall it"
+            ) from why
         engine = getattr(module, "ENGINE", None)
         if not isinstance(engine, Engine):
             raise UsageError(f"engine {self.name!r}: {self.module} defines no ENGINE")

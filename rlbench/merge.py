@@ -168,9 +168,7 @@ def _difference(a: Any, b: Any) -> str:
 
 
 def _canonical(model: BaseModel, exclude: set[str] | None = None) -> str:
-    return _text(
-        model.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude=exclude)
-    )
+    return _text(model.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude=exclude))
 
 
 def _text(value: Any) -> str:

@@ -46,7 +46,7 @@ class Request:
 
     def cases(self, device: str) -> list[Case]:
         """The cases to measure on `device`."""
-        models = self.models or self.op.default_cases[device.split(":")[0]]
+        models = self.models or self.op.default_cases[device.split(":", maxsplit=1)[0]]
         return [self.op.case(model, dtype) for model in models for dtype in self.dtypes]
 
 
@@ -98,6 +98,12 @@ def make_request(
     _known("--case", cases, op.models)
     _known("--dtype", dtypes, DTYPES)
     _known("--preset", [preset], PRESETS)
+    asked = scenarios or op.scenarios
+    if passes and not any(p in passes for s in asked for p in op.scenarios[s]):
+        raise UsageError(
+            f"--pass {', '.join(passes)}: not exercised by --scenario {', '.join(asked)}; "
+            + "; ".join(f"{s} exercises {', '.join(op.scenarios[s])}" for s in asked)
+        )
     named = discover.select("--only", only)
     skipped = discover.select("--skip", skip)
     engines = [i for i in (named or serving(op)) if i not in skipped]
@@ -109,7 +115,7 @@ def make_request(
         op=op,
         engines=tuple(ordered),
         only=tuple(named),
-        scenarios=tuple(s for s in op.scenarios if s in (scenarios or op.scenarios)),
+        scenarios=tuple(s for s in op.scenarios if s in asked),
         passes=tuple(p for p in op.passes if p in (passes or op.passes)),
         models=tuple(dict.fromkeys(cases)) or None,
         dtypes=tuple(dict.fromkeys(dtypes)) or (DTYPES[0],),
@@ -146,9 +152,7 @@ def _jobs(request: Request, variant: Variant, environment: str, device: str) -> 
             passes = tuple(p for p in request.op.scenarios[scenario] if p in request.passes)
             if passes:
                 command = reproduce(request, variant.id, case, scenario)
-                yield Job(
-                    request.op.name, case, variant, environment, scenario, passes, command
-                )
+                yield Job(request.op.name, case, variant, environment, scenario, passes, command)
 
 
 def is_invariance(scenario: str) -> bool:

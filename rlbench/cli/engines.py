@@ -6,6 +6,7 @@ import importlib.metadata
 from pathlib import Path
 
 from rlbench import discover
+from rlbench.engines._engine import Engine
 
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
 
@@ -24,11 +25,10 @@ def engines() -> None:
         line.append("not here" if reason else "here", style="dim" if reason else "green")
         line.append(f"  {engine.summary}; computes {', '.join(engine.load)}", style="dim")
         console.print(line)
-        details = [reason or version_of(engine)]
-        for claim in engine.claims_of(dict(variant.options)):
-            details.append(f"claims {claim.property.value}: {claim.source}")
-        for detail in details:
-            console.print(Padding(Text(str(detail)), (0, 0, 0, 4)))
+        claims = engine.claims_of(dict(variant.options))
+        details = [f"claims {claim.property.value}: {claim.source}" for claim in claims]
+        for detail in (reason or version_of(engine), *details):
+            console.print(Padding(Text(detail), (0, 0, 0, 4)))
 
 
 def device_type() -> str:
@@ -36,7 +36,7 @@ def device_type() -> str:
     return "cuda" if any(Path(file).exists() for file in DRIVER_FILES) else "cpu"
 
 
-def version_of(engine: discover.Engine) -> str:
+def version_of(engine: Engine) -> str:
     """`distribution version` of an engine that is here."""
     try:
         return f"{engine.distribution} {importlib.metadata.version(engine.distribution)}"

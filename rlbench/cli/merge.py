@@ -17,7 +17,9 @@ class OnConflict(str, Enum):
 
 
 def merge(
-    reports: Annotated[list[Path], typer.Argument(help="Report files; their order is of no matter.")],
+    reports: Annotated[
+        list[Path], typer.Argument(help="Report files; their order is of no matter.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Report file to write.")],
     on_conflict: Annotated[
         OnConflict, typer.Option(help="Two different answers to one question: stop, or keep which.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from rlbench.errors import UsageError
 if TYPE_CHECKING:
     from rlbench.results.schema import Report
     from rlbench.run.recorder import Recorder
+
+COMMIT = "RLBENCH_COMMIT"
 
 
 def check_device(device: str) -> None:
@@ -65,10 +68,15 @@ def without_folders(word: str) -> str:
 
 
 def version() -> dict[str, str | bool | None]:
-    """This rlbench's version, and its git commit if it runs from a source tree."""
+    """This rlbench's version, and its git commit if it runs from a source tree.
+
+    RLBENCH_COMMIT names the commit where a tree has travelled without its history.
+    """
     tree = Path(__file__).resolve().parents[2]
     commit = _git(tree, "rev-parse", "HEAD") if (tree / ".git").exists() else None
-    changes = _git(tree, "status", "--porcelain", "--", "rlbench") if commit else None
+    if commit is None:
+        return {"version": __version__, "commit": os.environ.get(COMMIT), "dirty": None}
+    changes = _git(tree, "status", "--porcelain", "--", "rlbench")
     return {
         "version": __version__,
         "commit": commit,

@@ -11,7 +11,7 @@ import typer
 from rlbench import discover
 
 if TYPE_CHECKING:
-    from rlbench.plan import Plan, Request
+    from rlbench.plan import Plan
     from rlbench.results.schema import Report
     from rlbench.run.recorder import Recorder
 
@@ -77,7 +77,7 @@ def run(
         options.set_aside(path)
     finished = measure(plan, recorder, timeout)
     report = save(recorder, earlier)
-    tell(report, recorder, request, finished=finished)
+    tell(report, recorder, finished=finished)
     raise typer.Exit(exit_code.of_run(report, request) if finished else exit_code.INTERRUPTED)
 
 
@@ -113,7 +113,7 @@ def save(recorder: Recorder, earlier: list[tuple[str, Report]]) -> Report:
     return report
 
 
-def tell(report: Report, recorder: Recorder, request: Request, *, finished: bool) -> None:
+def tell(report: Report, recorder: Recorder, *, finished: bool) -> None:
     """Print the tables, where the report is, and what went wrong on the way."""
     from rich.console import Console
 
@@ -130,4 +130,6 @@ def tell(report: Report, recorder: Recorder, request: Request, *, finished: bool
         typer.echo(f"\nreport: {out} (rlbench show {out} --format markdown for all figures)")
     if not finished:
         rest = "rlbench ... --resume measures the rest"
-        typer.echo(f"rlbench: interrupted; {len(report.results)} results are kept; {rest}", err=True)
+        typer.echo(
+            f"rlbench: interrupted; {len(report.results)} results are kept; {rest}", err=True
+        )

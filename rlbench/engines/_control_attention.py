@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -42,7 +42,7 @@ def _attend(call: PackedPrefill | PagedPrefill, circumstance: int) -> Attend:
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         splits = split_keys(k.shape[2], circumstance)
-        return split_attention(q, k, v, splits, call.softmax_scale, call.causal)
+        return split_attention(q, k, v, splits, scale=call.softmax_scale, causal=call.causal)
 
     return attend
 
@@ -62,6 +62,7 @@ def split_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     splits: list[slice],
+    *,
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
@@ -102,7 +103,7 @@ def shuffled_gradients(call: PackedBackward, circumstance: int) -> Outputs:
     grads = {"dq": torch.zeros_like(call.q), "dk": torch.zeros_like(call.k)}
     grads["dv"] = torch.zeros_like(call.v)
     starts = [0, *accumulate(call.q_lens)]
-    for start, stop in zip(starts, starts[1:], strict=False):
+    for start, stop in pairwise(starts):
         rows = slice(start, stop)
         p, ds, q, k, dout = _scores_and_gradients(call, rows)
         for block in _shuffled_blocks(stop - start, circumstance):

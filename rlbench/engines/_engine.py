@@ -78,9 +78,7 @@ class Engine:
 
 def options_for(**choices: tuple[str, ...]) -> tuple[tuple[tuple[str, str], ...], ...]:
     """All combinations of option values, as `Engine.variants`."""
-    return tuple(
-        tuple(zip(choices, values, strict=True)) for values in product(*choices.values())
-    )
+    return tuple(tuple(zip(choices, values, strict=True)) for values in product(*choices.values()))
 
 
 def module_exists(dotted: str) -> bool:
@@ -102,4 +100,3 @@ def _find(name: str, search: list[str] | None) -> importlib.machinery.ModuleSpec
     if search is None and name in sys.builtin_module_names:
         return importlib.machinery.BuiltinImporter.find_spec(name)
     return importlib.machinery.PathFinder.find_spec(name, search)
-

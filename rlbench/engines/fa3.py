@@ -25,4 +25,5 @@ ENGINE = Engine(
     variants=_vllm_flash.VARIANTS,
     claims=_vllm_flash.CLAIMS,
     min_capability=(9, 0),
-    max_capability=(9, 9),)
+    max_capability=(9, 9),
+)

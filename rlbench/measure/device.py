@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlbench.measure.timing import events
 
 _PROBE_RUNS = 15
 
@@ -72,18 +74,18 @@ def probe(device: str) -> dict[str, float]:
     return {"tflops": 2 * n**3 / seconds * 1e-12, "gbps": moved / copied * 1e-9}
 
 
-def _median_seconds(run: Any, cuda: bool) -> float:
+def _median_seconds(run: Callable[[], object], cuda: bool) -> float:
     for _ in range(_PROBE_RUNS):
         run()
     taken = []
     for _ in range(_PROBE_RUNS):
         if cuda:
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, stop = events()
             start.record()
             run()
             stop.record()
             stop.synchronize()
-            taken.append(start.elapsed_time(stop) * 1e-3)
+            taken.append(float(start.elapsed_time(stop)) * 1e-3)
         else:
             begin = time.perf_counter()
             run()

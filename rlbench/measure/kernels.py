@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 LONGEST_NAME = 200
 
@@ -26,7 +27,7 @@ def names(run: Callable[[], object], device: str) -> list[str]:
     kernels = [
         event.name
         for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == DeviceType.CUDA
         and not event.name.startswith(("Memcpy", "Memset", "Activity Buffer"))
     ]
     return [name[:LONGEST_NAME] for name in dict.fromkeys(kernels)]

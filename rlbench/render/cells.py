@@ -34,7 +34,7 @@ def verdict(result: Result | None) -> str:
         word = word.upper() if result.status is Status.FAIL else word
         equal, total = tally(result)
         return f"{word} {equal}/{total}" + (" NaN!" if nans(result) else "")
-    return result.status.value
+    return str(result.status.value)
 
 
 def style(result: Result | None) -> str:

@@ -93,8 +93,10 @@ def _latency(report: Report, sheet: view.Sheet, several: bool) -> list[str]:
             found = [column.get((row.engine, row.environment)) for column in columns]
             if any(found):
                 lines.append(
-                    [*_who(row, several), *(f"{cells.latency(p)} ({cells.rate(p)})" if p else "–"
-                                            for p in found)]
+                    [
+                        *_who(row, several),
+                        *(f"{cells.latency(p)} ({cells.rate(p)})" if p else "–" for p in found),
+                    ]
                 )
                 marks |= {cells.DOUBT_MARKS[d] for p in found if p for d in p.doubts}
         title = f"### Latency, {escape(pass_)} (sequences × tokens; × the fastest)\n\n"
@@ -141,11 +143,12 @@ def _claims(report: Report) -> str:
 
 def _provenance(report: Report) -> str:
     lines = [f"- rlbench {escape(report.rlbench.version)}, {escape(report.created)}"]
-    for run in report.runs:
-        lines.append(f"- `{escape_code(' '.join(run.argv))}`")
+    lines += [f"- `{escape_code(' '.join(run.argv))}`" for run in report.runs]
     for e in report.environments:
         driver = f", driver {e.device.driver}" if e.device.driver else ""
-        known = [f"{n} {v}" for n, v in e.packages.items() if not n.startswith(("nvidia-", "cuda-"))]
+        known = [
+            f"{n} {v}" for n, v in e.packages.items() if not n.startswith(("nvidia-", "cuda-"))
+        ]
         lines.append(
             f"- {escape(e.id)}: {escape(e.device.name)}{escape(driver)}, Python {escape(e.python)}, "
             f"{escape(', '.join(known))}"

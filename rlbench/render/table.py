@@ -20,7 +20,7 @@ def show(report: Report, console: Console) -> None:
         console.print()
         console.print(Text(heading(sheet), style="bold"))
         if any(scenario in row.results for row in rows for scenario in view.INVARIANCE):
-            console.print(verdicts(sheet, rows, several))
+            console.print(verdicts(rows, several))
         if any(s in row.results for row in rows for s in ("accuracy", "latency")):
             console.print(price_table(report, sheet, rows, several))
         _notes(sheet, console)
@@ -32,11 +32,12 @@ def heading(sheet: view.Sheet) -> str:
     words = [sheet.op, sheet.case_id]
     if sheet.case:
         words.append(sheet.case.dtype)
-        words += [f"{name} {value}" for name, value in sheet.case.params.items()]
+        shown = {k: v for k, v in sheet.case.params.items() if k != "seed"}
+        words += [f"{name} {value}" for name, value in shown.items()]
     return view.clean(" · ".join(words))
 
 
-def verdicts(sheet: view.Sheet, rows: list[view.Row], several: bool) -> Table:
+def verdicts(rows: list[view.Row], several: bool) -> Table:
     """Engines down, invariance scenarios across."""
     table = _table("same bits?", several)
     shown = [s for s in view.INVARIANCE if any(s in row.results for row in rows)]
@@ -50,9 +51,7 @@ def verdicts(sheet: view.Sheet, rows: list[view.Row], several: bool) -> Table:
     return table
 
 
-def price_table(
-    report: Report, sheet: view.Sheet, rows: list[view.Row], several: bool
-) -> Table:
+def price_table(report: Report, sheet: view.Sheet, rows: list[view.Row], several: bool) -> Table:
     """Engines down; the error beside plain torch's, and the latency of one shape a pass."""
     table = _table("at what price?", several)
     table.add_column("error\n× torch", justify="right", no_wrap=True)

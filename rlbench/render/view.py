@@ -72,7 +72,7 @@ def _superseded(row: Row, rows: Sequence[Row]) -> bool:
 
 
 def _rank(engine: str) -> int:
-    name = engine.split(":")[0]
+    name = engine.split(":", maxsplit=1)[0]
     return 0 if name in FIRST else 2 if name in LAST else 1
 
 
@@ -125,9 +125,7 @@ def prices(report: Report, sheet: Sheet, pass_: str, shape: str) -> dict[tuple[s
     }
     out = {}
     for key, point in points.items():
-        rivals = [
-            other for other in points if _same_device(environments, key[1], other[1])
-        ]
+        rivals = [other for other in points if _same_device(environments, key[1], other[1])]
         best = min(rivals, key=lambda k: points[k].median_us)
         out[key] = Price(
             point,
@@ -232,10 +230,12 @@ def notes(sheet: Sheet) -> list[Note]:
     for (text, serious), by_engine in remarks.items():
         joined: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
         for engine, by_scenario in by_engine.items():
-            variations = tuple(dict.fromkeys(v for vs in by_scenario.values() for v in vs))
-            joined.setdefault((tuple(by_scenario), variations), []).append(engine)
-        for (scenarios, variations), engines in joined.items():
-            found.append(Note(tuple(engines), scenarios, text, serious, variations))
+            named = tuple(dict.fromkeys(v for vs in by_scenario.values() for v in vs))
+            joined.setdefault((tuple(by_scenario), named), []).append(engine)
+        found += [
+            Note(tuple(engines), scenarios, text, serious, named)
+            for (scenarios, named), engines in joined.items()
+        ]
     return found
 
 
@@ -277,7 +277,9 @@ def agreement(sheet: Sheet) -> dict[str, list[list[str]]]:
 def clean(text: str) -> str:
     """Text from a report without control characters: what a terminal would obey is dropped."""
     return "".join(
-        " " if c in "\n\t\r" else c for c in text if c in "\n\t\r" or unicodedata.category(c)[0] != "C"
+        " " if c in "\n\t\r" else c
+        for c in text
+        if c in "\n\t\r" or unicodedata.category(c)[0] != "C"
     )
 
 

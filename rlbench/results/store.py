@@ -39,9 +39,7 @@ def parse(text: str, name: str) -> Report:
     if not isinstance(data, dict) or "schema" not in data:
         raise ReportError(f"{name}: is not an rlbench report: it has no `schema` field")
     if data["schema"] != SCHEMA:
-        raise ReportError(
-            f"{name}: has schema {data['schema']!r}; this rlbench reads {SCHEMA!r}"
-        )
+        raise ReportError(f"{name}: has schema {data['schema']!r}; this rlbench reads {SCHEMA!r}")
     try:
         return Report.model_validate(data)
     except ValidationError as why:
@@ -79,8 +77,8 @@ def _write(text: str, path: Path) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+        Path(temporary).chmod(0o666 & ~_umask())
+        Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from rlbench import discover
@@ -32,7 +32,7 @@ def parse_environments(options: Iterable[str]) -> dict[str, str]:
         if name in found or name == LOCAL:
             taken = "twice" if name in found else "the name of rlbench's own interpreter"
             raise UsageError(f"--env: the name {name!r} is {taken}; choose another")
-        path = shutil.which(os.path.expanduser(python))
+        path = shutil.which(Path(python).expanduser())
         if path is None:
             raise UsageError(f"--env {name}: {python!r} is not an executable file")
         found[name] = path
@@ -54,7 +54,9 @@ def inspect(named: Mapping[str, str], engines: Sequence[str], device: str) -> li
         answers = dict(
             zip(
                 interpreters,
-                pool.map(lambda item: _ask(*item, device, question), interpreters.items()),
+                pool.map(
+                    lambda name: _ask(name, interpreters[name], device, question), interpreters
+                ),
                 strict=True,
             )
         )
@@ -70,11 +72,12 @@ def _ask(name: str, python: str, device: str, question: str) -> dict[str, Any]:
         printed = run_module(python, *arguments, timeout_s=INSPECTION_TIMEOUT_S)
         facts: dict[str, Any] = json.loads(printed.splitlines()[-1])
     except subprocess.CalledProcessError as failed:
-        raise UsageError(
-            f"--env {name}: its interpreter could not be inspected: {tail(failed.stderr)}"
-        ) from failed
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as failed:
-        raise UsageError(f"--env {name}: its interpreter could not be inspected: {failed}") from failed
+        said = tail(failed.stderr) or f"it ended with exit code {failed.returncode}"
+        raise UsageError(f"--env {name}: {python} could not be asked: {said}") from failed
+    except (ValueError, IndexError) as failed:
+        raise UsageError(f"--env {name}: {python} is not a Python interpreter") from failed
+    except (OSError, subprocess.SubprocessError) as failed:
+        raise UsageError(f"--env {name}: {python} could not be asked: {failed}") from failed
     return facts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import sys
 from typing import Any
 
 from rlbench import discover
@@ -25,7 +26,7 @@ def main(arguments: list[str]) -> None:
         import torch
     except ImportError as why:
         facts["no_torch"] = str(why)
-        print("\n" + json.dumps(facts))
+        _answer(facts)
         return
     cuda = torch.cuda.is_available()
     resolved = ("cuda:0" if cuda else "cpu") if device == "auto" else device
@@ -42,7 +43,12 @@ def main(arguments: list[str]) -> None:
             name: engine.why_not_here(resolved.split(":")[0], capability and tuple(capability))
             for name, engine in engines.items()
         }
-    print("\n" + json.dumps(facts))
+    _answer(facts)
+
+
+def _answer(facts: dict[str, Any]) -> None:
+    """After a line break: an engine may have left one open."""
+    sys.stdout.write(f"\n{json.dumps(facts)}\n")
 
 
 def packages(distributions: set[str]) -> dict[str, str]:

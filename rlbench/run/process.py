@@ -141,5 +141,3 @@ def run_module(python: str, module: str, *arguments: str, timeout_s: float) -> s
         env=environment(python),
     )
     return done.stdout
-
-

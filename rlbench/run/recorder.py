@@ -8,6 +8,7 @@ from typing import Any
 
 from rlbench.errors import MergeError, ReportError
 from rlbench.merge import merge
+from rlbench.ops._op import SEED
 from rlbench.plan import Environment, Job
 from rlbench.results import schema, store
 from rlbench.results.vocabulary import ANSWERED, SCHEMA, Status
@@ -97,7 +98,9 @@ class Recorder:
         self.save()
         return result
 
-    def add_probe(self, job: Job, environment: Environment, when: str, probe: Mapping[str, float]) -> None:
+    def add_probe(
+        self, job: Job, environment: Environment, when: str, probe: Mapping[str, float]
+    ) -> None:
         """Add a measurement of the device's ceilings."""
         self._note_environment(environment)
         self._environments[environment.id]["probes"].append(
@@ -163,7 +166,7 @@ class Recorder:
         record = {
             "op": job.op,
             "id": job.case.id,
-            "params": {**job.case.params, "preset": self.preset},
+            "params": {**job.case.params, "preset": self.preset, "seed": SEED},
             "dtype": job.case.dtype,
             "inputs_sha256": inputs_sha256,
         }
@@ -174,4 +177,3 @@ class Recorder:
                 f"the results before ({known[:12]}…), so nothing measured on them can be compared"
             )
         self._cases.setdefault((job.op, job.case.id), record)
-

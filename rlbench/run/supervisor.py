@@ -250,9 +250,7 @@ class Crew:
             if message is None:
                 worker.kill()
                 reason = f"no answer within {self.timeout_s:g} s; --timeout raises the limit"
-                return Answer(
-                    "timeout", reason, output=worker.output_tail(), worker_is_gone=True
-                )
+                return Answer("timeout", reason, output=worker.output_tail(), worker_is_gone=True)
             kind = message.get("is")
             if kind == "progress":
                 listener.told(job, str(message["text"]))
@@ -287,5 +285,3 @@ class Crew:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
-
-

@@ -188,16 +188,14 @@ class Session:
     def guarded(self, work: Any, request: Message) -> Message:
         """`work(request)`, with whatever it raises turned into an answer."""
         try:
-            answer = {"is": "answer", **work(request)}
-            json.dumps(answer, allow_nan=False)  # a figure that is not finite is an error, too
-            return answer
+            return as_json({"is": "answer", **work(request)})
         except Unsupported as why:
             return _failure(Status.UNSUPPORTED, str(why))
         except Unavailable as why:
             return _failure(Status.UNAVAILABLE, str(why))
         except Closed:
             raise
-        except BaseException as error:  # noqa: BLE001  # sys.exit in an engine is one, too
+        except BaseException as error:  # sys.exit in an engine is one, too
             self.damaged = True
             status = classify(error, self.device)
             return {**_failure(status, describe(error)), "fatal": True}
@@ -215,7 +213,7 @@ def classify(error: BaseException, device: str) -> Status:
     if device.startswith("cuda"):
         try:
             torch.cuda.synchronize()
-        except Exception:  # noqa: BLE001  # the kind depends on torch's version
+        except Exception:  # the kind depends on torch's version
             return Status.CRASH
     return Status.ERROR
 
@@ -226,6 +224,12 @@ def describe(error: BaseException) -> str:
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     kind = "" if isinstance(error, MeasuringError) else f"{type(error).__name__}: "
     return f"{kind}{error}"[:LONGEST_REASON] + where
+
+
+def as_json(answer: Message) -> Message:
+    """The answer itself. Raises ValueError for a figure that is not finite."""
+    json.dumps(answer, allow_nan=False)
+    return answer
 
 
 def _failure(status: Status, reason: str) -> Message:

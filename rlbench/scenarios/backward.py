@@ -2,4 +2,6 @@
 
 from rlbench.scenarios._invariance import invariance
 
-SCENARIO = invariance("backward", "Does a backward repeat its bits, run after run and whatever is packed beside it?")
+SCENARIO = invariance(
+    "backward", "Does a backward repeat its bits, run after run and whatever is packed beside it?"
+)

@@ -2,4 +2,6 @@
 
 from rlbench.scenarios._invariance import invariance
 
-SCENARIO = invariance("chunked-prefill", "Does a prefill cut into chunks give the bits of the whole?")
+SCENARIO = invariance(
+    "chunked-prefill", "Does a prefill cut into chunks give the bits of the whole?"
+)

@@ -2,4 +2,6 @@
 
 from rlbench.scenarios._invariance import invariance
 
-SCENARIO = invariance("decode", "Does a decode step give the bits of the prefill's row, alone and in a batch?")
+SCENARIO = invariance(
+    "decode", "Does a decode step give the bits of the prefill's row, alone and in a batch?"
+)

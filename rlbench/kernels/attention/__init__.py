@@ -127,7 +127,7 @@ def attention(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int,
-    max_seqlen_k: int | None = None,  # noqa: ARG001
+    max_seqlen_k: int | None = None,
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
     causal: bool = True,
@@ -211,7 +211,7 @@ def attention(
     return out if lse is None else (out, lse)
 
 
-def _check(  # noqa: PLR0917 - the operator's schema
+def _check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -222,7 +222,7 @@ def _check(  # noqa: PLR0917 - the operator's schema
     block_table: Tensor | None,
     seqused_k: Tensor | None,
     max_seqlen_q: int,
-    causal: bool,  # noqa: ARG001
+    causal: bool,
     softmax_scale: float,
 ) -> None:
     """Raises on whatever the kernel could not take; needs no data, so fake tensors do."""
@@ -423,7 +423,7 @@ def _load(head_dim: int, dtype: torch.dtype, paged: bool, device: int) -> _Loade
     return found
 
 
-def _plan(  # noqa: PLR0917
+def _plan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -494,7 +494,7 @@ def _stream(handle: int) -> Stream:
     return found
 
 
-def _forward(  # noqa: PLR0917 - the operator's schema
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -5,6 +5,9 @@ It is the `torch-eager` engine, and what every engine's accuracy is held against
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 
 from rlbench.ops._op import Call, Outputs, Run
@@ -65,7 +68,7 @@ def compute(call: Call) -> Outputs:
     return ENTRIES[call.entry](call)()
 
 
-ENTRIES = {
+ENTRIES: Mapping[str, Callable[[Any], Run]] = {
     "prefill": bind_prefill,
     "paged-prefill": bind_paged,
     "decode": bind_paged,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-SEED = 20261130
+from rlbench.ops._op import SEED
+
 _MASK = 0xFFFFFFFF
 _OUTLIER_EVERY = 512
 _CHUNK = 1 << 24
@@ -54,9 +55,7 @@ class Sequence:
         return self.rows(name, 0, self.tokens)
 
 
-def values(
-    key: int, count: int, dtype: torch.dtype, device: str, first: int = 0
-) -> torch.Tensor:
+def values(key: int, count: int, dtype: torch.dtype, device: str, first: int = 0) -> torch.Tensor:
     """Values first … first + count of the stream `key`; in pieces, the int64 scratch stays small."""
     out = torch.empty(count, dtype=dtype, device=device)
     for start in range(0, count, _CHUNK):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from itertools import accumulate
 from math import gcd, prod
 
@@ -36,7 +37,9 @@ class RowsOf:
 
 
 def pack(
-    sequences: Seq[Sequence], softmax_scale: float, spans: Seq[tuple[int, int]] | None = None,
+    sequences: Seq[Sequence],
+    softmax_scale: float,
+    spans: Seq[tuple[int, int]] | None = None,
     padding: int = 0,
 ) -> PackedPrefill:
     """Pack sequences; of each, queries `spans[i]` = [start, stop) against keys [0, stop).
@@ -93,7 +96,9 @@ def page(
     shape = (sum(pages) + 1, page_size, *like.shape[1:])
     caches = []
     for number, name in enumerate(("k", "v")):
-        cache = values(hash_word(_JUNK + 2 * junk + number), prod(shape), like.dtype, str(device)).view(shape)
+        cache = values(
+            hash_word(_JUNK + 2 * junk + number), prod(shape), like.dtype, str(device)
+        ).view(shape)
         flat = cache.view(-1, *shape[2:])
         first = 0
         for sequence, length, count in zip(sequences, k_lens, pages, strict=True):
@@ -131,4 +136,3 @@ def _block_table(order: list[int], pages: list[int], device: torch.device) -> to
         lines.append(order[first : first + count] + [0] * (width - count))
         first += count
     return torch.tensor(lines, dtype=torch.int32, device=device)
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from rlbench.measure.bits import digest
 from rlbench.ops._op import Call, Case, Exam, Outputs, Part, Point, Trial, Variation
@@ -45,12 +46,13 @@ class AttentionWorkload:
 
     def variations(self, scenario: str) -> Iterator[Variation]:
         """The circumstances `scenario` changes; every one leaves the target's rows alone."""
-        yield from {
+        questions: dict[str, Callable[[], Iterator[Variation]]] = {
             "batch": self._batch,
             "chunked-prefill": self._chunked_prefill,
             "decode": self._decode,
             "backward": self._backward,
-        }[scenario]()
+        }
+        yield from questions[scenario]()
 
     # --- batch -----------------------------------------------------------------------------
 
@@ -66,14 +68,15 @@ class AttentionWorkload:
             return Variation(name, "prefill", Property.BATCH_INVARIANT, alone, Trial(parts))
 
         for name, lengths, position in self.sizes.batches:
-            yield variation(name, lambda n=lengths, p=position: self._among(n, p))
+            yield variation(name, partial(self._among, lengths, position))
         name, lengths, position = self.sizes.batches[-1]
         yield variation(
-            f"{name}, other contents", lambda: self._among(lengths, position, _OTHER_NEIGHBOUR)
+            f"{name}, other contents",
+            partial(self._among, lengths, position, _OTHER_NEIGHBOUR),
         )
         yield variation(
             f"{name}, reversed order",
-            lambda: self._among(lengths[::-1], len(lengths) - position),
+            partial(self._among, lengths[::-1], len(lengths) - position),
         )
         yield variation("alone, then 37 rows of padding", lambda: ([self.target], 0), padding=37)
 
@@ -96,17 +99,18 @@ class AttentionWorkload:
 
         for size in self.sizes.chunks:
             spans = _spans(tokens, size)
-            yield variation(f"chunks of {size}", lambda s=spans: self._chunks(s))
+            yield variation(f"chunks of {size}", partial(self._chunks, spans))
         for size in self.sizes.chunks:
             spans = _spans(tokens, size)
             yield variation(
                 f"chunks of {size}, pages of {page_size}",
-                lambda s=spans: self._chunks(s, page_size),
+                partial(self._chunks, spans, page_size),
             )
         growing = _growing_spans(tokens)
         yield variation("growing chunks 1, 2, 4 …", lambda: self._chunks(growing))
         yield variation(
-            "chunks among neighbours", lambda: self._chunks_among(_spans(tokens, self.sizes.chunks[0]))
+            "chunks among neighbours",
+            lambda: self._chunks_among(_spans(tokens, self.sizes.chunks[0])),
         )
         yield variation(
             f"whole, pages of {page_size}", lambda: self._chunks([(0, tokens)], page_size)
@@ -145,7 +149,7 @@ class AttentionWorkload:
                 f"{name} = prefill's row, pages of {self.sizes.page_sizes[0]}",
                 "decode",
                 Property.DECODE_INVARIANT,
-                Trial(lambda w=which: self._prefill_rows(w)),
+                Trial(partial(self._prefill_rows, which)),
                 steps,
             )
 
@@ -269,7 +273,7 @@ class AttentionWorkload:
             yield Point(
                 pass_="prefill",
                 shape=f"{count}x{tokens}",
-                call=lambda c=count, n=tokens: pack(self._timed(c, n), self.softmax_scale),
+                call=partial(self._prefill_call, count, tokens),
                 flops=self._flops(count, tokens),
                 bytes=self._bytes(count, tokens, tokens),
                 bound="compute",
@@ -278,7 +282,7 @@ class AttentionWorkload:
             yield Point(
                 pass_="decode",
                 shape=f"{count}x{context}",
-                call=lambda c=count, n=context: self._decode_call(c, n),
+                call=partial(self._decode_call, count, context),
                 flops=4.0 * count * context * self._heads_times_dim(),
                 bytes=self._bytes(count, 1, context),
                 bound="memory",
@@ -288,7 +292,7 @@ class AttentionWorkload:
             yield Point(
                 pass_="backward",
                 shape=f"{count}x{tokens}",
-                call=lambda c=count, n=tokens: pack_backward(self._timed(c, n), self.softmax_scale),
+                call=partial(self._backward_call, count, tokens),
                 flops=2.5 * self._flops(count, tokens),
                 bytes=2.0 * self._bytes(count, tokens, tokens),
                 bound="compute",
@@ -296,6 +300,12 @@ class AttentionWorkload:
 
     def _timed(self, count: int, tokens: int) -> list[Sequence]:
         return [self.sequence(_TIMED + i, tokens) for i in range(count)]
+
+    def _prefill_call(self, count: int, tokens: int) -> Call:
+        return pack(self._timed(count, tokens), self.softmax_scale)
+
+    def _backward_call(self, count: int, tokens: int) -> Call:
+        return pack_backward(self._timed(count, tokens), self.softmax_scale)
 
     def _decode_call(self, count: int, context: int) -> Call:
         return page(

@@ -1,0 +1,38 @@
+# Needs nothing but python3 (3.10 or newer) and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INPUTS := pyproject.toml constraints.txt
+# The project's own kernels need a GPU to run, so a machine without one is spared their packages.
+EXTRAS := $(if $(wildcard /dev/nvidiactl /dev/dxg),[kernels],)
+
+.PHONY: bench test lint types clean
+
+bench: $(VENV)/installed ## measure attention on the GPU if there is one, else on the CPU
+	$(BIN)/rlbench attention $(ARGS)
+
+test: lint types ## all checks
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/installed-dev
+	$(BIN)/mypy
+
+clean: ## remove what make made
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "rlbench needs Python 3.10 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(BIN)/python $(INPUTS)
+	$(PIP) --editable '.$(EXTRAS)'
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) --editable '.[dev,kernels]'
+	touch $@
