@@ -9,11 +9,11 @@ import torch
 
 from rlbench.ops._op import Outputs, Run
 from rlbench.ops.attention.calls import PackedBackward, PackedPrefill, PagedPrefill
-from rlbench.ops.attention.dense import Attend, attend_packed, attend_paged
+from rlbench.ops.attention.dense import Attend, attend_packed, attend_paged, read_pages
 from rlbench.ops.attention.eager import hidden
 from rlbench.ops.attention.inputs import hash_word
 
-NARROWEST, WIDTHS = 8, 61
+NARROWEST = 4
 BLOCKS = 16
 
 
@@ -33,6 +33,8 @@ def bind_paged(call: PagedPrefill) -> Run:
     circumstance = 1
     for fact in facts:
         circumstance = hash_word(circumstance ^ fact)
+    if call.max_seqlen_q == 1:
+        return lambda: {"out": _decode(call, circumstance)}
     attend = _attend(call, circumstance)
     return lambda: {"out": attend_paged(call, attend)}
 
@@ -42,16 +44,33 @@ def _attend(call: PackedPrefill | PagedPrefill, circumstance: int) -> Attend:
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         splits = split_keys(k.shape[2], circumstance)
-        return split_attention(q, k, v, splits, scale=call.softmax_scale, causal=call.causal)
+        mask = hidden(q.shape[2], k.shape[2], q.device) if call.causal else None
+        return split_attention(q, k, v, splits, scale=call.softmax_scale, mask=mask)
 
     return attend
 
 
+def _decode(call: PagedPrefill, circumstance: int) -> torch.Tensor:
+    """One query a sequence: all sequences at once, padded to the longest."""
+    k, v = (
+        read_pages(c, call.block_table, call.max_seqlen_k) for c in (call.k_cache, call.v_cache)
+    )
+    columns = torch.arange(call.max_seqlen_k, device=k.device)
+    mask = (columns >= call.seqused_k[:, None])[:, None, None, None]
+    splits = split_keys(call.max_seqlen_k, circumstance)
+    q = call.q[:, :, None]
+    return split_attention(q, k, v, splits, scale=call.softmax_scale, mask=mask)[:, :, 0]
+
+
 def split_keys(k_len: int, circumstance: int) -> list[slice]:
-    """Keys 0 … k_len in pieces of hashed widths, so that no two circumstances cut alike."""
+    """Keys 0 … k_len in pieces of hashed widths, so that no two circumstances cut alike.
+
+    Narrow at first, because the first decode steps have few keys to be cut; wider later on,
+    because a piece costs a launch.
+    """
     pieces, start = [], 0
     while start < k_len:
-        width = NARROWEST + hash_word(circumstance ^ start) % WIDTHS
+        width = 1 + hash_word(circumstance ^ start) % (NARROWEST + start // 2)
         pieces.append(slice(start, min(start + width, k_len)))
         start += width
     return pieces
@@ -64,23 +83,23 @@ def split_attention(
     splits: list[slice],
     *,
     scale: float,
-    causal: bool,
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """Keys split by split, each partial output rounded to the dtype before the merge.
 
-    q [n, q_heads, Lq, dim], k and v [n, kv_heads, Lk, dim] -> [n, q_heads, Lq, dim].
+    q [n, q_heads, Lq, dim], k and v [n, kv_heads, Lk, dim] -> [n, q_heads, Lq, dim]. The mask
+    says which keys are hidden; it broadcasts to [n, kv_heads, group, Lq, Lk].
     """
     n, q_heads, q_len, dim = q.shape
-    kv_heads, k_len = k.shape[1:3]
+    kv_heads = k.shape[1]
     rows = q.reshape(n, kv_heads, -1, dim).float()
-    mask = hidden(q_len, k_len, q.device) if causal else None
     top = torch.full((*rows.shape[:3], 1), float("-inf"), device=q.device)
     total, out = torch.zeros_like(top), torch.zeros_like(rows)
     for keys in splits:
         scores = rows @ k[:, :, keys].float().transpose(-1, -2) * scale
         if mask is not None:
             shaped = scores.view(n, kv_heads, -1, q_len, scores.shape[-1])
-            scores = shaped.masked_fill(mask[:, keys], float("-inf")).view_as(scores)
+            scores = shaped.masked_fill(mask[..., keys], float("-inf")).view_as(scores)
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         safe = new_top.clamp_min(-1e30)
         weights = torch.exp(scores - safe)

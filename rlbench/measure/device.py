@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlbench.measure.timing import events
+from rlbench.measure.timing import seconds
 
-_PROBE_RUNS = 15
+PROBE_REPEATS = 25
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -60,34 +58,15 @@ def probe(device: str) -> dict[str, float]:
     """This device's ceilings, measured now: `tflops` of a bf16 product, `gbps` of a copy.
 
     CUDA: 8192 x 8192 x 8192 and 1 GiB (bytes read plus bytes written). CPU: 1024 cubed in fp32
-    and 64 MiB. The median of 15 runs on random data, after as many that warm the clocks up.
+    and 64 MiB. Random data, timed launch by launch as the engines are.
     """
     cuda = device.startswith("cuda")
     n, dtype = (8192, torch.bfloat16) if cuda else (1024, torch.float32)
     a, b = torch.randn(2, n, n, device=device).to(dtype)
     out = torch.empty(n, n, device=device, dtype=dtype)
-    seconds = _median_seconds(lambda: torch.mm(a, b, out=out), cuda)
-    source = torch.ones((1 << 30 if cuda else 1 << 26) // 4, device=device)
+    product = seconds(lambda: torch.mm(a, b, out=out), device, PROBE_REPEATS)
+    source = torch.randn((1 << 30 if cuda else 1 << 26) // 4, device=device)
     target = torch.empty_like(source)
-    copied = _median_seconds(lambda: target.copy_(source), cuda)
+    copy = seconds(lambda: target.copy_(source), device, PROBE_REPEATS)
     moved = 2 * source.numel() * source.element_size()
-    return {"tflops": 2 * n**3 / seconds * 1e-12, "gbps": moved / copied * 1e-9}
-
-
-def _median_seconds(run: Callable[[], object], cuda: bool) -> float:
-    for _ in range(_PROBE_RUNS):
-        run()
-    taken = []
-    for _ in range(_PROBE_RUNS):
-        if cuda:
-            start, stop = events()
-            start.record()
-            run()
-            stop.record()
-            stop.synchronize()
-            taken.append(float(start.elapsed_time(stop)) * 1e-3)
-        else:
-            begin = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - begin)
-    return sorted(taken)[_PROBE_RUNS // 2]
+    return {"tflops": 2 * n**3 / product * 1e-12, "gbps": moved / copy * 1e-9}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def measure(run: Callable[[], object], device: str, *, graph: bool) -> dict[str,
     `p90_us`, `repeats`, `cv` (standard deviation over mean) and, if there is one, `timer_note`.
     """
     if not device.startswith("cuda"):
-        return {"timer": "wall-clock", **_summary(_repeat(lambda: _wall_clock(run), run))}
+        return {"timer": "wall-clock", **_summary(_repeat(partial(_wall_clock, run), run))}
     note = None
     timer = "cuda-events"
     launch = run
@@ -45,6 +46,15 @@ def measure(run: Callable[[], object], device: str, *, graph: bool) -> dict[str,
     clock = _EventClock(launch)
     sample = {"timer": timer, **_summary(_repeat(clock.once, launch))}
     return {**sample, "timer_note": note} if note else sample
+
+
+def seconds(run: Callable[[], object], device: str, repeats: int) -> float:
+    """The median time of `run`, taken as latencies are but for a fixed number of repeats."""
+    cuda = device.startswith("cuda")
+    for _ in range(WARM_UP):
+        run()
+    once = _EventClock(run).once if cuda else partial(_wall_clock, run)
+    return statistics.median(once() for _ in range(repeats)) * 1e-6
 
 
 def _repeat(once: Callable[[], float], run: Callable[[], object]) -> list[float]:

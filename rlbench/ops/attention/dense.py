@@ -79,15 +79,15 @@ def attend_paged(call: PagedPrefill, attend: Attend) -> torch.Tensor:
         table = table[:, :pages]
         result = attend(
             gather(call.q, group.q_starts, group.q_len),
-            _read_pages(call.k_cache, table, group.k_len),
-            _read_pages(call.v_cache, table, group.k_len),
+            read_pages(call.k_cache, table, group.k_len),
+            read_pages(call.v_cache, table, group.k_len),
         ).transpose(1, 2)
         for row, start in enumerate(group.q_starts):
             out[start : start + group.q_len] = result[row]
     return out
 
 
-def _read_pages(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
+def read_pages(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
     """[blocks, page, heads, dim] through [n, pages] -> [n, heads, length, dim]."""
     gathered = cache[table].flatten(1, 2)
     return gathered[:, :length].transpose(1, 2)

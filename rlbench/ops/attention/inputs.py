@@ -8,7 +8,7 @@ softmax flat. Every step up to the final rounding to the case's dtype is exact i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -39,9 +39,19 @@ class Sequence:
     head_dim: int
     dtype: str
     device: str
+    _kept: dict[str, torch.Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def keep(self, *names: str) -> Sequence:
+        """Make these tensors once and hold on to them, for a sequence that is used again."""
+        self._kept.update({name: self.whole(name) for name in names})
+        return self
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Tokens start:stop of `q`, `k`, `v` or `dout`."""
+        if name in self._kept:
+            return self._kept[name][start:stop]
         heads = self.kv_heads if name in ("k", "v") else self.q_heads
         width = heads * self.head_dim
         key = hash_word(SEED ^ ((4 * self.stream + _NUMBER[name]) * 0x1000193) & _MASK)

@@ -31,7 +31,7 @@ class AttentionWorkload:
         self.device = device
         self.sizes = sizes(case, preset)
         self.softmax_scale = case.params["head_dim"] ** -0.5
-        self.target = self.sequence(0, self.sizes.target)
+        self.target = self.sequence(0, self.sizes.target).keep("q", "k", "v", "dout")
 
     def sequence(self, stream: int, tokens: int) -> Sequence:
         """Sequence number `stream`, on this workload's device."""
@@ -179,7 +179,7 @@ class AttentionWorkload:
     ) -> Iterator[Part]:
         """One decode call a position, the target somewhere among its neighbours."""
         others = [
-            self.sequence(_NEIGHBOUR + i, 16 + (i * 389) % (2 * self.target.tokens))
+            self.sequence(_NEIGHBOUR + i, 16 + (i * 389) % (2 * self.target.tokens)).keep("k", "v")
             for i in range(neighbours)
         ]
         for number, position in enumerate(positions or self.sizes.positions):
