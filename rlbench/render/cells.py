@@ -26,14 +26,18 @@ DOUBT_LEGEND = {
 
 
 def verdict(result: Result | None) -> str:
-    """`pass 9/9`, `FAIL 4/9` (checks whose bits were equal), or the status word."""
+    """`pass 9/9`, `FAIL 4/9` (checks whose bits were equal), or the status word.
+
+    A star says that the engine did not take some of the variations; the notes say which.
+    """
     if result is None:
         return ""
     if result.status in (Status.PASS, Status.FAIL, Status.UNPROVEN):
         word = result.status.value
         word = word.upper() if result.status is Status.FAIL else word
         equal, total = tally(result)
-        return f"{word} {equal}/{total}" + (" NaN!" if nans(result) else "")
+        star = "*" if result.skipped else ""
+        return f"{word} {equal}/{total}{star}" + (" NaN!" if nans(result) else "")
     return str(result.status.value)
 
 

@@ -21,7 +21,7 @@ def render(report: Report) -> str:
         sheet = replace(whole, rows=[row for row in whole.rows if row not in absent])
         parts.append(f"## {escape(heading(sheet))}")
         parts += [
-            _verdicts(sheet, several),
+            glance(report, sheet, several),
             _accuracy(sheet, several),
             *_latency(report, sheet, several),
             _agreement(sheet),
@@ -35,20 +35,26 @@ def _how_to_read() -> str:
     return (
         "A verdict counts the checks whose bits were all equal. `pass` means that every check was "
         "equal and that the control, an engine that is wrong on purpose, failed every one of them; "
-        "`unproven` means that it did not, so nothing was shown."
+        "`unproven` means that it did not, so nothing was shown. A star: the engine does not take "
+        "some of the variations; the notes say which. Latencies are medians, with the ratio to the "
+        "fastest; ~ and † mark ratios to be read with care."
     )
 
 
-def _verdicts(sheet: view.Sheet, several: bool) -> str:
-    shown = [s for s in view.INVARIANCE if any(s in row.results for row in sheet.rows)]
-    if not shown:
-        return ""
-    lines = [
-        [*_who(row, several), *(_strong(cells.verdict(row.result(s))) for s in shown)]
-        for row in sheet.rows
-        if any(s in row.results for s in shown)
-    ]
-    return "### Same bits?\n\n" + table([*_head(several), *shown], lines)
+def glance(report: Report, sheet: view.Sheet, several: bool) -> str:
+    """One table a case: verdicts, the error beside plain torch's, one latency a pass."""
+    scenarios = [s for s in view.INVARIANCE if any(s in row.results for row in sheet.rows)]
+    accuracy = ["error × torch"] if any("accuracy" in row.results for row in sheet.rows) else []
+    columns = [(p, s, view.prices(report, sheet, p, s)) for p, s in view.headline(sheet)]
+    lines = []
+    for row in sheet.rows:
+        key = (row.engine, row.environment)
+        verdicts = [_strong(cells.verdict(row.result(s))) for s in scenarios]
+        errors = [cells.error(row) for _ in accuracy]
+        latencies = [cells.latency(prices.get(key)) for _, _, prices in columns]
+        lines.append([*_who(row, several), *verdicts, *errors, *latencies])
+    shapes = [escape(f"{pass_} {shape}") for pass_, shape, _ in columns]
+    return table([*_head(several), *scenarios, *accuracy, *shapes], lines)
 
 
 def _strong(cell: str) -> str:
