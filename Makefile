@@ -12,8 +12,9 @@ EXTRAS := $(if $(wildcard /dev/nvidiactl /dev/dxg),[kernels],)
 bench: $(VENV)/installed ## measure attention on the GPU if there is one, else on the CPU
 	$(BIN)/rlbench attention $(ARGS)
 
+# One thread: the tests' many small processes would only get in each other's way with more.
 test: lint types ## all checks
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check

@@ -100,11 +100,14 @@ def engines() -> Mapping[str, Variant]:
 
 
 def select(option: str, wanted: Iterable[str]) -> list[str]:
-    """Engine ids for what the user named: an id, or a name for all of its variants."""
+    """Engine ids for what the user named: a name for all of its variants, or one id.
+
+    Where a plain engine's id is its name, the name wins; its other variants can be skipped.
+    """
     known = engines()
     chosen: list[str] = []
     for word in wanted:
-        matches = [word] if word in known else [i for i, v in known.items() if v.name == word]
+        matches = [i for i, v in known.items() if v.name == word] or [word] * (word in known)
         if not matches:
             raise unknown(option, word, {*known, *(v.name for v in known.values())})
         chosen += matches
@@ -127,7 +130,10 @@ def _sources() -> list[Source]:
 
 
 def _plugin(point: importlib.metadata.EntryPoint) -> Source:
-    spec = importlib.util.find_spec(point.module)
+    try:
+        spec = importlib.util.find_spec(point.module)
+    except (ImportError, ValueError):
+        spec = None
     if spec is None or spec.origin is None:
         raise UsageError(
             f"engine {point.name!r}: the module {point.module!r} that a plug-in registers in "

@@ -64,8 +64,10 @@ def _union(
     for name, report in reports:
         for item in items(report):
             earlier = found.get(key(item))
-            kept = item if earlier is None else settle(earlier[0], earlier[1], name, item)
-            found[key(item)] = (earlier[0] if earlier and kept is earlier[1] else name, kept)
+            # A first item is settled with itself, so that it is sorted as after any merge.
+            first, known = earlier or (name, item)
+            kept = settle(first, known, name, item)
+            found[key(item)] = (first if kept is known else name, kept)
     return [item for _, item in (found[k] for k in sorted(found, key=repr))]
 
 
@@ -103,7 +105,7 @@ def _case(name: str, a: Case, other: str, b: Case) -> Case:
     if a.params != b.params or a.dtype != b.dtype:
         raise MergeError(
             f"case {a.id!r} of {a.op}: its parameters differ between {name} and {other}: "
-            f"{_difference(a.params, b.params)}"
+            f"{_difference({'dtype': a.dtype, **a.params}, {'dtype': b.dtype, **b.params})}"
         )
     if a.inputs_sha256 != b.inputs_sha256:
         raise MergeError(
@@ -147,7 +149,7 @@ def _unknown_fields(reports: Sequence[Named]) -> dict[str, Any]:
     for _, report in reports:
         for key, value in (report.model_extra or {}).items():
             found[key] = max(found.get(key, value), value, key=_text)
-    return found
+    return dict(sorted(found.items()))
 
 
 def _with_unknown(a: Model, b: Model) -> Model:
@@ -155,7 +157,8 @@ def _with_unknown(a: Model, b: Model) -> Model:
     extra = dict(a.model_extra or {})
     for key, value in (b.model_extra or {}).items():
         extra[key] = max(extra.get(key, value), value, key=_text)
-    return a.model_copy(update=extra)
+    known = {name: getattr(a, name) for name in type(a).model_fields if name in a.model_fields_set}
+    return type(a).model_validate({**known, **dict(sorted(extra.items()))})
 
 
 def _difference(a: Any, b: Any) -> str:

@@ -51,6 +51,11 @@ def main() -> None:
     """Run the command line; a user's mistake becomes one line and an exit code."""
     try:
         app()
+    except SystemExit as end:
+        # click turns a broken pipe into exit code 1, which here means a broken claim.
+        if isinstance(end.__context__, BrokenPipeError):
+            sys.exit(0)
+        raise
     except RlbenchError as error:
         typer.echo(f"rlbench: {error}", err=True)
         sys.exit(error.exit_code)

@@ -69,7 +69,7 @@ def run(
     options.check_device(device)
     earlier = options.load_reports(merge)
     resumed = options.open_output(path, resume=resume)
-    environments = inspect(interpreters, request.engines, device)
+    environments = inspect(interpreters, device)
     plan = make_plan(request, environments)
     recorder = options.recorder(path, preset, resumed)
     recorder.admit(environments)
@@ -78,6 +78,8 @@ def run(
     finished = measure(plan, recorder, timeout)
     report = save(recorder, earlier)
     tell(report, recorder, finished=finished)
+    if recorder.write_error:
+        raise typer.Exit(recorder.write_error.exit_code)
     raise typer.Exit(exit_code.of_run(report, request) if finished else exit_code.INTERRUPTED)
 
 

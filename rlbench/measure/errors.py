@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,10 +51,12 @@ def _figures(out: torch.Tensor, ref: torch.Tensor, plain: torch.Tensor) -> dict[
         "ulp_p50": int(ulp[(ulp.numel() - 1) // 2]),
         "ulp_p99": int(ulp[(ulp.numel() - 1) * 99 // 100]),
         "ulp_max": int(ulp[-1]),
-        "ratio_to_torch": rel_rms / plain_rms if plain_rms else None,
+        "ratio_to_torch": rel_rms / plain_rms if rel_rms is not None and plain_rms else None,
         "nonfinite": 0,
     }
 
 
-def _relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:
-    return float((out.double() - ref).norm() / ref.norm())
+def _relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float | None:
+    """None where it would not be a number: the reference is zero, or an output is not finite."""
+    value = float((out.double() - ref).norm() / ref.norm())
+    return value if math.isfinite(value) else None

@@ -32,6 +32,23 @@ class Call(Protocol):
     entry: ClassVar[str]
     """The engine function this call is for, e.g. `prefill`, `paged-prefill`, `decode`."""
 
+    @property
+    def output_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """What an engine must return: tensor name -> shape."""
+        ...
+
+
+def whole_outputs(call: Call, outputs: Outputs) -> Outputs:
+    """The outputs, all of them there: an answer that is missing would equal any other one.
+
+    Raises ValueError for a tensor that is missing or has another shape.
+    """
+    for name, shape in call.output_shapes.items():
+        got = tuple(outputs[name].shape) if name in outputs else None
+        if got != shape:
+            raise ValueError(f"the engine's {name!r} should have shape {shape}, it has {got}")
+    return outputs
+
 
 @dataclass(frozen=True)
 class Kernel:

@@ -47,4 +47,4 @@ def _figures(result: Result) -> Iterator[tuple[str, str, object]]:
 def safe(text: str) -> str:
     """Text a spreadsheet will not take for a formula."""
     shown = clean(text)
-    return f"'{shown}" if shown.startswith(FORMULA) else shown
+    return f"'{shown}" if shown.lstrip().startswith(FORMULA) else shown

@@ -23,6 +23,7 @@ def show(report: Report, console: Console) -> None:
             console.print(verdicts(rows, several))
         if any(s in row.results for row in rows for s in ("accuracy", "latency")):
             console.print(price_table(report, sheet, rows, several))
+            _legend(report, sheet, console)
         _notes(sheet, console)
     _claims(report, console)
 
@@ -57,7 +58,8 @@ def price_table(report: Report, sheet: view.Sheet, rows: list[view.Row], several
     table.add_column("error\n× torch", justify="right", no_wrap=True)
     columns = []
     for pass_, shape in view.headline(sheet):
-        table.add_column(f"{pass_} {shape}\n× fastest", justify="right", no_wrap=True)
+        title = Text(view.clean(f"{pass_} {shape}") + "\n× fastest")
+        table.add_column(title, justify="right", no_wrap=True)
         columns.append(view.prices(report, sheet, pass_, shape))
     for row in rows:
         if "accuracy" in row.results or "latency" in row.results:
@@ -90,6 +92,18 @@ def _notes(sheet: view.Sheet, console: Console) -> None:
             line.append(view.clean(f" ({', '.join(note.scenarios)})"), style="dim")
         line.append(f": {view.clean(note.text)}", style="yellow" if note.serious else "dim")
         console.print(Padding(line, (0, 0, 0, 2)))
+
+
+def _legend(report: Report, sheet: view.Sheet, console: Console) -> None:
+    """What the marks of doubt beside the ratios mean, if there are any."""
+    doubts = {
+        doubt
+        for pass_, shape in view.headline(sheet)
+        for price in view.prices(report, sheet, pass_, shape).values()
+        for doubt in price.doubts
+    }
+    for mark in sorted(cells.DOUBT_MARKS[doubt] for doubt in doubts):
+        console.print(Text(f"  {mark} {cells.DOUBT_LEGEND[mark]}", style="dim"))
 
 
 def _claims(report: Report, console: Console) -> None:

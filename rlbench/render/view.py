@@ -285,6 +285,6 @@ def clean(text: str) -> str:
 
 def duration(us: float) -> str:
     """Microseconds, as people read them."""
-    if us < 1000:
-        return f"{us:.1f} µs" if us < 100 else f"{us:.0f} µs"
-    return f"{us / 1000:.2f} ms" if us < 1e5 else f"{us / 1000:.0f} ms"
+    if us < 999.5:
+        return f"{us:.1f} µs" if us < 99.95 else f"{us:.0f} µs"
+    return f"{us / 1000:.2f} ms" if us < 99_995 else f"{us / 1000:.0f} ms"

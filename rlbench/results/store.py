@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -32,7 +33,9 @@ def load(path: Path) -> Report:
 def parse(text: str, name: str) -> Report:
     """A report from its JSON text; `name` stands in error messages."""
     try:
-        data = json.loads(text, parse_constant=_no_constant)
+        data = json.loads(text, parse_constant=_no_constant, parse_float=_number)
+    except RecursionError:
+        raise ReportError(f"{name}: is not a report: it is nested too deep") from None
     except ValueError as why:
         cut = "" if text.rstrip().endswith("}") else " (the file looks cut off)"
         raise ReportError(f"{name}: is not JSON: {why}{cut}") from None
@@ -46,6 +49,13 @@ def parse(text: str, name: str) -> Report:
         problem = why.errors()[0]
         where = ".".join(str(part) for part in problem["loc"]) or "the report"
         raise ReportError(f"{name}: {where}: {problem['msg']}") from None
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
 
 
 def _no_constant(word: str) -> Any:

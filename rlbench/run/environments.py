@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,15 +39,15 @@ def parse_environments(options: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def inspect(named: Mapping[str, str], engines: Sequence[str], device: str) -> list[Environment]:
+def inspect(named: Mapping[str, str], device: str) -> list[Environment]:
     """The environments that can measure: rlbench's own interpreter, then the named ones.
 
-    engines: ids; those of the same name share their availability. device: `auto`, `cpu` or
-    `cuda:N`. Raises UsageError for an interpreter that cannot be asked, and where no interpreter
+    Each is asked about all engines, not only the selected ones, so that what a report says of an
+    environment (and its id) does not depend on the selection. device: `auto`, `cpu` or `cuda:N`.
+    Raises UsageError for an interpreter that cannot be asked, and where no interpreter
     has torch or the device.
     """
-    variants = discover.engines()
-    sources = {variants[i].name: variants[i].source for i in engines}
+    sources = {v.name: v.source for v in discover.engines().values()}
     question = json.dumps({name: [s.module, s.file] for name, s in sources.items()})
     interpreters = {LOCAL: sys.executable, **named}
     with ThreadPoolExecutor(len(interpreters)) as pool:

@@ -28,6 +28,9 @@ importlib.import_module(module).main(sys.argv[3:])
 """
 """Makes exactly the package `rlbench` importable, and nothing else of the parent's packages."""
 
+_PATH_BEGINS = r"(?:(?<![\w.:/])|(?<=file://)|(?<=[\w.]:)|(?<=-[ILB]))"
+"""Before a path: nothing of a word, `file://`, `name:`, or a compiler's -I, -L, -B."""
+
 TAIL_LINES = 8
 TAIL_CHARACTERS = 1200
 
@@ -71,7 +74,7 @@ class WorkerProcess:
             os.close(from_worker)
         self._own_session = own_session
         self._killed = False
-        self.channel = Channel(to_parent, from_parent)
+        self.channel = Channel(to_parent, from_parent, os.pidfd_open(self._process.pid))
         with contextlib.suppress(Closed):  # the first request will find it gone
             self.channel.send(set_up)
 
@@ -89,10 +92,12 @@ class WorkerProcess:
     def close(self, timeout_s: float = 10.0) -> None:
         """Let the worker end by itself, then make sure of it, and free what it held here."""
         self.channel.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
-        self.kill()
-        self._log.close()
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_s)
+        finally:
+            self.kill()
+            self._log.close()
 
     def how_it_ended(self) -> str:
         """The exit code or signal of a worker that closed its channel."""
@@ -122,7 +127,7 @@ def tail(text: str) -> str:
 def without_folders(text: str) -> str:
     """Absolute paths cut to what follows site-packages, or to the file's name."""
     text = re.sub(r"/[^\s'\",:]*/(?:site|dist)-packages/", "", text)
-    return re.sub(r"(?<![\w.:/])/(?:[^\s/'\",:]+/)+", "", text)
+    return re.sub(rf"{_PATH_BEGINS}/(?:[^\s/'\",:]+/)+", "", text)
 
 
 def run_module(python: str, module: str, *arguments: str, timeout_s: float) -> str:

@@ -39,10 +39,16 @@ class Closed(Exception):
 class Channel:
     """A pair of pipe ends that carry one JSON object a line."""
 
-    def __init__(self, read_fd: int, write_fd: int) -> None:
+    def __init__(self, read_fd: int, write_fd: int, peer_fd: int | None = None) -> None:
+        """peer_fd: a pidfd of the process at the other end, whose death closes the channel.
+
+        Without it, a child of that process that inherited its pipe would keep the channel open.
+        """
         self.read_fd, self.write_fd = read_fd, write_fd
+        self._watched = [read_fd] if peer_fd is None else [read_fd, peer_fd]
+        self._held = [*self._watched, write_fd]
         self._pending = b""
-        for fd in (read_fd, write_fd):
+        for fd in self._held:
             os.set_inheritable(fd, False)
 
     def send(self, message: Message) -> None:
@@ -59,9 +65,11 @@ class Channel:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while b"\n" not in self._pending:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, _, _ = select.select([self.read_fd], [], [], left)
+            ready, _, _ = select.select(self._watched, [], [], left)
             if not ready:
                 return None
+            if self.read_fd not in ready:
+                raise Closed
             data = os.read(self.read_fd, 1 << 16)
             if not data:
                 raise Closed
@@ -76,5 +84,5 @@ class Channel:
         return message
 
     def close(self) -> None:
-        for fd in (self.read_fd, self.write_fd):
-            os.close(fd)
+        while self._held:
+            os.close(self._held.pop())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,12 @@ class Recorder:
 
     def admit(self, environments: Iterable[Environment]) -> None:
         """Raises MergeError if an environment is not the one the resumed report knows."""
+        for case in self._earlier.cases if self._earlier else ():
+            if case.params.get("preset") != self.preset:
+                raise MergeError(
+                    f"--resume: {self.out} was measured with --preset {case.params.get('preset')}, "
+                    f"this run asks for {self.preset}; give the same preset or another --out"
+                )
         for environment in environments:
             self._note_environment(environment)
         self.report()
@@ -72,7 +80,46 @@ class Recorder:
         resolved: Mapping[str, str] | None = None,
         output: str | None = None,
     ) -> schema.Result:
-        """Add one result and save. Raises MergeError for inputs unlike those of earlier results."""
+        """Add one result and save.
+
+        Raises MergeError for inputs or resolved values unlike those of earlier results, ValueError
+        for fields outside the schema; nothing of the result is then kept.
+        """
+        with self._all_or_nothing():
+            return self._add(
+                job,
+                environment,
+                status,
+                seconds,
+                fields,
+                reason=reason,
+                inputs_sha256=inputs_sha256,
+                resolved=resolved,
+                output=output,
+            )
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        before = copy.deepcopy((self._engines, self._cases, self._results))
+        try:
+            yield
+        except (MergeError, ValueError):
+            self._engines, self._cases, self._results = before
+            raise
+
+    def _add(
+        self,
+        job: Job,
+        environment: Environment,
+        status: Status,
+        seconds: float,
+        fields: Mapping[str, Any],
+        *,
+        reason: str | None,
+        inputs_sha256: str | None,
+        resolved: Mapping[str, str] | None,
+        output: str | None,
+    ) -> schema.Result:
         self._note_environment(environment)
         self._note_engine(job, resolved or {})
         if inputs_sha256:

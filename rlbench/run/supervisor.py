@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,9 +49,10 @@ class Answer:
 def execute(plan: Plan, recorder: Recorder, listener: Listener, timeout_s: float) -> None:
     """Measure every job of the plan that the recorder does not have, control first.
 
-    While one engine is checked, the next one's worker imports; while latency is measured, no
-    other worker does anything. Whatever a worker does (dies, hangs, runs out of memory) costs the result of its job alone:
-    the next job gets a fresh worker. KeyboardInterrupt passes through, after the worker is gone.
+    Whatever a worker does (dies, hangs, runs out of memory) costs the result of its job alone: the
+    next job gets a fresh worker. While one engine is checked, the next one's worker imports; while
+    latency is measured, no other worker does anything. KeyboardInterrupt passes through, after
+    every worker is gone.
     """
     control = ControlAnswers(recorder.earlier_results())
     for job, reason in plan.unavailable:
@@ -82,6 +84,9 @@ def execute(plan: Plan, recorder: Recorder, listener: Listener, timeout_s: float
             crew.probe_after()
             crew.dismiss()
     except BaseException:
+        # A second Ctrl-C must not leave workers behind.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         for crew in crews:
             crew.kill()
         raise
@@ -153,6 +158,27 @@ class ControlAnswers:
         return self._failed.get((job.op, job.case.id, job.scenario), {})
 
 
+class Late(Exception):
+    """The worker did not answer in time."""
+
+
+class Nonsense(Exception):
+    """The worker's channel carried a message that is no answer."""
+
+
+def check_answer(message: Message) -> None:
+    """Raises Nonsense unless the verdict can be formed from the message."""
+    try:
+        if message["status"] != COMPARED:
+            Status(message["status"])
+        elif not all(
+            {"variation", "equal"} <= check.keys() for check in message["fields"]["checks"]
+        ):
+            raise Nonsense("a check without a variation")
+    except (KeyError, TypeError, ValueError, AttributeError) as why:
+        raise Nonsense(repr(why)) from why
+
+
 class Crew:
     """The workers of one engine, one at a time; a new one after each that was lost."""
 
@@ -163,12 +189,13 @@ class Crew:
         self._worker: WorkerProcess | None = None
         self._probed_by: Job | None = None
         self._importing = False
+        self._import_hangs = False
 
     def measure(self, job: Job, listener: Listener) -> Answer:
         """Ask the worker, starting one if there is none; lose it if it fails."""
         try:
-            self.end_import()
             worker = self._hire(job)
+            self._require_import()
             worker.channel.send(
                 {
                     "do": "measure",
@@ -180,6 +207,14 @@ class Crew:
             answer = self._listen(job, worker, listener)
         except Closed:
             answer = self._died()
+        except Late:
+            worker.kill()
+            reason = f"no answer within {self.timeout_s:g} s; --timeout raises the limit"
+            answer = Answer("timeout", reason, output=worker.output_tail(), worker_is_gone=True)
+        except Nonsense as why:
+            worker.kill()
+            reason = f"the worker's pipe carried what is no answer: {why}"
+            answer = Answer("crash", reason, output=worker.output_tail(), worker_is_gone=True)
         except OSError as why:
             answer = Answer("crash", f"the worker could not be started: {why}", worker_is_gone=True)
         if answer.worker_is_gone:
@@ -205,14 +240,20 @@ class Crew:
             self._hire(job).channel.send({"do": "import"})
             self._importing = True
 
-    def end_import(self) -> None:
-        """Wait until that is over: nobody else computes while latency is measured."""
-        if self._worker is None or not self._importing:
-            return
-        self._importing = False
-        with contextlib.suppress(Closed):
-            if self._worker.channel.receive(self.timeout_s) is None:
-                self._worker.kill()
+    def end_import(self) -> bool:
+        """Wait until that is over: nobody else computes while latency is measured.
+
+        False if it takes longer than a job may; the worker's first job then times out.
+        """
+        if self._worker is not None and self._importing:
+            self._importing = False
+            with contextlib.suppress(Closed):
+                self._import_hangs = self._worker.channel.receive(self.timeout_s) is None
+        return not self._import_hangs
+
+    def _require_import(self) -> None:
+        if not self.end_import():
+            raise Late
 
     def dismiss(self) -> None:
         """Let the worker end by itself."""
@@ -248,12 +289,10 @@ class Crew:
         while True:
             message = worker.channel.receive(max(0.0, deadline - time.monotonic()))
             if message is None:
-                worker.kill()
-                reason = f"no answer within {self.timeout_s:g} s; --timeout raises the limit"
-                return Answer("timeout", reason, output=worker.output_tail(), worker_is_gone=True)
+                raise Late
             kind = message.get("is")
             if kind == "progress":
-                listener.told(job, str(message["text"]))
+                listener.told(job, str(message.get("text", "")))
             elif kind == "probe":
                 self._probed_by = job
                 self._note_probe(job, "before", message)
@@ -262,6 +301,7 @@ class Crew:
 
     def _answer(self, message: Message, worker: WorkerProcess) -> Answer:
         fatal = bool(message.get("fatal"))
+        check_answer(message)
         return Answer(
             status=message["status"],
             reason=message.get("reason"),
@@ -278,10 +318,16 @@ class Crew:
         return Answer("crash", how, output=said, worker_is_gone=True)
 
     def _note_probe(self, job: Job, when: str, message: Message) -> None:
+        try:
+            ceilings = {name: float(message[name]) for name in ("tflops", "gbps")}
+        except (KeyError, TypeError, ValueError) as why:
+            raise Nonsense(repr(why)) from why
         environment = self.plan.environments[job.environment]
-        self.recorder.add_probe(job, environment, when, message)
+        self.recorder.add_probe(job, environment, when, ceilings)
 
     def _lose(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        # Taken out first: a signal while it closes must not find it here and close it again.
+        worker, self._worker = self._worker, None
+        self._import_hangs = self._importing = False
+        if worker is not None:
+            worker.close()

@@ -97,7 +97,7 @@ class Session:
             "status": status,
             "fields": fields,
             "inputs_sha256": inputs,
-            "resolved": dict(kernel.resolved),
+            "resolved": {name: str(value) for name, value in kernel.resolved.items()},
         }
 
     def outputs_of_one_variation(self, request: Message) -> Message:
@@ -234,4 +234,5 @@ def as_json(answer: Message) -> Message:
 
 def _failure(status: Status, reason: str) -> Message:
     text = without_folders(reason).strip() or "no message"
+    text = text.encode(errors="backslashreplace").decode()
     return {"is": "answer", "status": status.value, "reason": text, "fields": {}}

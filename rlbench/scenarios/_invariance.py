@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rlbench.errors import Unsupported
+from rlbench.ops._op import whole_outputs
 from rlbench.scenarios._scenario import Context, Scenario
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def run_trial(kernel: Kernel, trial: Trial) -> Outputs:
 
     taken: dict[str, list[torch.Tensor]] = {}
     for part in trial.parts():
-        outputs = part.take(kernel.bind(part.call)())
+        outputs = part.take(whole_outputs(part.call, kernel.bind(part.call)()))
         for name, tensor in outputs.items():
             # A copy: engines may hand out a buffer that the next call overwrites.
             taken.setdefault(name, []).append(tensor.detach().clone())

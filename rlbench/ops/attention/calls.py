@@ -30,6 +30,10 @@ class PackedPrefill:
     causal: bool = True
 
     @property
+    def output_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"out": tuple(self.q.shape)}
+
+    @property
     def max_seqlen_q(self) -> int:
         return max(self.q_lens)
 
@@ -58,6 +62,10 @@ class PagedPrefill:
     k_lens: tuple[int, ...]
     softmax_scale: float
     causal: bool = True
+
+    @property
+    def output_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"out": tuple(self.q.shape)}
 
     @property
     def max_seqlen_q(self) -> int:
@@ -89,3 +97,7 @@ class PackedBackward(PackedPrefill):
 
     entry: ClassVar[str] = "backward"
     dout: torch.Tensor
+
+    @property
+    def output_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {f"d{name}": tuple(getattr(self, name).shape) for name in ("q", "k", "v")}

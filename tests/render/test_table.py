@@ -1,0 +1,112 @@
+"""The terminal's tables: within 80 columns, verdicts in words, and no obedience to a report."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from sample_report import environment, everything, hostile, point, report, result
+
+from rlbench.render import table
+from rlbench.results.schema import Report
+
+
+def shown(what: Report, width: int = 80, *, colour: bool = False) -> str:
+    out = io.StringIO()
+    console = Console(
+        file=out,
+        width=width,
+        no_color=not colour,
+        force_terminal=colour,
+        color_system="truecolor" if colour else None,
+    )
+    table.show(what, console)
+    return out.getvalue()
+
+
+def test_no_line_is_longer_than_eighty_columns() -> None:
+    for made in (everything(), hostile()):
+        for line in shown(made).splitlines():
+            assert cell_len(line) <= 80, line
+
+
+def test_verdicts_are_words_without_colour() -> None:
+    text = shown(everything())
+    assert "\x1b" not in text
+    for word in ("pass 9/9", "FAIL 4/9", "unproven 9/9", "timeout", "crash", "oom", "error"):
+        assert word in text, word
+    assert "NaN!" in text
+
+
+def test_nothing_in_a_cell_is_cut_at_eighty_columns() -> None:
+    text = shown(everything())
+    assert "…" not in text
+    for number in ("1.23 ms 1.00×", "1.73 ms 1.40×", "45.6 µs 1.00×", "1.01×", "0.90×"):
+        assert number in text, number
+
+
+def test_marks_of_doubt_stand_beside_the_ratio_and_are_explained() -> None:
+    text = shown(everything())
+    assert "1.40×†" in text, "another timer than the fastest's"
+    assert "25.0×~" in text, "probes 700 and 600"
+    assert "another timer" in text and "clock probes" in text
+
+
+def test_engines_without_a_measurement_have_a_note_and_no_row() -> None:
+    lines = shown(everything()).splitlines()
+    assert not any(line.startswith("fa2 ") for line in lines)
+    assert any("fa2" in line and "module vllm is not installed" in line for line in lines)
+
+
+def test_unproven_names_the_check_that_the_control_did_not_fail() -> None:
+    text = " ".join(shown(everything()).split())
+    assert "the control did not fail: the vacuous one" in text
+
+
+def test_contradicted_claim_is_told_with_its_source() -> None:
+    text = " ".join(shown(everything()).split())
+    assert "claim contradicted: fa3:splits=1 is said to be batch_invariant (the manual)" in text
+    assert "on qwen3-next it is not: variation 4" in text
+
+
+def test_own_engine_is_first_and_control_last() -> None:
+    lines = [line.split()[0] for line in shown(everything()).splitlines() if "/9" in line]
+    assert lines[0] == "rlbench"
+    assert lines[-1] == "control"
+
+
+def test_text_of_a_report_is_shown_and_not_obeyed() -> None:
+    text = shown(hostile())
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
+    assert "[bold red]x[/]" in text.replace("\n", "")
+    coloured = shown(hostile(), colour=True)
+    assert "\x1b[31mred" not in coloured
+    assert "\x1b]8" not in coloured, "no hyperlink"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+def test_any_width_does(width: int) -> None:
+    for line in shown(everything(), width).splitlines():
+        assert cell_len(line) <= width
+
+
+def test_empty_report_shows_nothing_and_does_not_fail() -> None:
+    assert shown(report([])).strip() == ""
+
+
+def test_long_shapes_still_fit() -> None:
+    points = [point(p, "128x32768", 123456.0 * 8) for p in ("prefill", "decode", "backward")]
+    slow = [point(p, "128x32768", 1e8) for p in ("prefill", "decode", "backward")]
+    made = report(
+        [
+            result("torch-sdpa:backend=efficient", "latency", "measured", points=points),
+            result("torch-sdpa:backend=math", "latency", "measured", points=slow),
+        ],
+        environments=[environment("local")],
+    )
+    text = shown(made)
+    assert "…" not in text
+    assert all(cell_len(line) <= 80 for line in text.splitlines())
