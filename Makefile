@@ -7,7 +7,7 @@ INPUTS := pyproject.toml constraints.txt
 # The project's own kernels need a GPU to run, so a machine without one is spared their packages.
 EXTRAS := $(if $(wildcard /dev/nvidiactl /dev/dxg),[kernels],)
 
-.PHONY: bench test lint types clean
+.PHONY: bench test lint types readme clean
 
 bench: $(VENV)/installed ## measure attention on the GPU if there is one, else on the CPU
 	$(BIN)/rlbench attention $(ARGS)
@@ -22,6 +22,9 @@ lint: $(VENV)/installed-dev
 
 types: $(VENV)/installed-dev
 	$(BIN)/mypy
+
+readme: $(VENV)/installed ## make the README's tables anew from the reports they name
+	$(BIN)/python -m rlbench.render.readme README.md
 
 clean: ## remove what make made
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

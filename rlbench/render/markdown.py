@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 from rlbench.render import cells, view
 from rlbench.render.table import heading
@@ -16,12 +15,11 @@ def render(report: Report) -> str:
     """Every case: verdicts, accuracy, latency by shape, agreement, notes; then provenance."""
     parts = ["# rlbench report", _how_to_read()]
     for whole in view.sheets(report):
-        absent = view.absent(whole)
         several = view.twice(whole)
-        sheet = replace(whole, rows=[row for row in whole.rows if row not in absent])
+        sheet = view.present(whole)
         parts.append(f"## {escape(heading(sheet))}")
         parts += [
-            glance(report, sheet, several),
+            glance(report, sheet, several=several),
             _accuracy(sheet, several),
             *_latency(report, sheet, several),
             _agreement(sheet),
@@ -41,7 +39,7 @@ def _how_to_read() -> str:
     )
 
 
-def glance(report: Report, sheet: view.Sheet, several: bool) -> str:
+def glance(report: Report, sheet: view.Sheet, *, several: bool) -> str:
     """One table a case: verdicts, the error beside plain torch's, one latency a pass."""
     scenarios = [s for s in view.INVARIANCE if any(s in row.results for row in sheet.rows)]
     accuracy = ["error × torch"] if any("accuracy" in row.results for row in sheet.rows) else []
@@ -58,7 +56,7 @@ def glance(report: Report, sheet: view.Sheet, several: bool) -> str:
 
 
 def _strong(cell: str) -> str:
-    return f"**{cell}**" if cell.startswith("FAIL") else cell
+    return f"**{escape(cell)}**" if cell.startswith("FAIL") else escape(cell)
 
 
 def _accuracy(sheet: view.Sheet, several: bool) -> str:

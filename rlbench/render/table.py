@@ -15,8 +15,7 @@ def show(report: Report, console: Console) -> None:
     """Print every case of the report."""
     for sheet in view.sheets(report):
         several = view.twice(sheet)
-        absent = view.absent(sheet)
-        rows = [row for row in sheet.rows if row not in absent]
+        rows = view.present(sheet).rows
         console.print()
         console.print(Text(heading(sheet), style="bold"))
         if any(scenario in row.results for row in rows for scenario in view.INVARIANCE):

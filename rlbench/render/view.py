@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlbench.results.schema import Case, Environment, Point, Report, Result
 from rlbench.results.vocabulary import ANSWERED, BROKEN, Property, Status
@@ -237,6 +237,12 @@ def notes(sheet: Sheet) -> list[Note]:
             for (scenarios, named), engines in joined.items()
         ]
     return found
+
+
+def present(sheet: Sheet) -> Sheet:
+    """The sheet without its absent rows."""
+    gone = absent(sheet)
+    return replace(sheet, rows=[row for row in sheet.rows if row not in gone])
 
 
 def absent(sheet: Sheet) -> list[Row]:
