@@ -8,6 +8,7 @@ entry-point group `rlbench.engines`, each entry naming one self-contained module
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import importlib.metadata
 import importlib.util
@@ -100,18 +101,23 @@ def engines() -> Mapping[str, Variant]:
 
 
 def select(option: str, wanted: Iterable[str]) -> list[str]:
-    """Engine ids for what the user named: a name for all of its variants, or one id.
+    """Engine ids for what the user named: an id, a name for all its options, or a pattern.
 
-    Where a plain engine's id is its name, the name wins; its other variants can be skipped.
+    `fa3` is the plain engine, because that is its id; `torch-sdpa`, which is no id, means all of
+    its backends; `fa3*` means whatever it matches.
     """
     known = engines()
     chosen: list[str] = []
     for word in wanted:
-        matches = [i for i, v in known.items() if v.name == word] or [word] * (word in known)
+        matches = [word] if word in known else _matching(word, known)
         if not matches:
             raise unknown(option, word, {*known, *(v.name for v in known.values())})
         chosen += matches
     return list(dict.fromkeys(chosen))
+
+
+def _matching(word: str, known: Mapping[str, Variant]) -> list[str]:
+    return [i for i, v in known.items() if v.name == word or fnmatch.fnmatchcase(i, word)]
 
 
 def _modules(package: ModuleType) -> list[tuple[str, ModuleType]]:

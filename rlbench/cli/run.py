@@ -21,7 +21,8 @@ Names = list[str]
 def run(
     context: typer.Context,
     only: Annotated[
-        Names, typer.Option("--only", help="Engine by id, or by name for all its options.")
+        Names,
+        typer.Option("--only", help="Engine by id, by name for all its options, or as in 'fa3*'."),
     ] = [],  # noqa: B006  # typer copies it
     skip: Annotated[Names, typer.Option("--skip", help="Engine to leave out.")] = [],  # noqa: B006
     scenario: Annotated[Names, typer.Option("--scenario", help="Scenario to run.")] = [],  # noqa: B006
