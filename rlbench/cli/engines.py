@@ -27,6 +27,8 @@ def engines() -> None:
         console.print(line)
         claims = engine.claims_of(dict(variant.options))
         details = [f"claims {claim.property.value}: {claim.source}" for claim in claims]
+        if reason and engine.install not in reason:
+            details.append(f"to get it: {engine.install}")
         for detail in (reason or version_of(engine), *details):
             console.print(Padding(Text(detail), (0, 0, 0, 4)))
 

@@ -37,43 +37,19 @@ def load_attention(fa_version: int, options: Mapping[str, str], device: str) -> 
     reason = getattr(flash_attn_interface, f"FA{fa_version}_UNAVAILABLE_REASON")
     if reason:
         raise Unavailable(f"vLLM's FlashAttention-{fa_version} does not load: {reason}")
-    flash_attn_varlen_func = flash_attn_interface.flash_attn_varlen_func
+    attend = flash_attn_interface.flash_attn_varlen_func
     num_splits = int(options.get("splits", AUTO))
 
+    chosen = {"num_splits": num_splits, "fa_version": fa_version}
+
     def packed(call: PackedPrefill) -> Run:
-        return lambda: {
-            "out": flash_attn_varlen_func(
-                call.q,
-                call.k,
-                call.v,
-                max_seqlen_q=call.max_seqlen_q,
-                cu_seqlens_q=call.cu_seqlens_q,
-                max_seqlen_k=call.max_seqlen_k,
-                cu_seqlens_k=call.cu_seqlens_k,
-                softmax_scale=call.softmax_scale,
-                causal=call.causal,
-                num_splits=num_splits,
-                fa_version=fa_version,
-            )
-        }
+        arguments = {**call.varlen(), **chosen}
+        return lambda: {"out": attend(call.q, call.k, call.v, **arguments)}
 
     def paged(call: PagedPrefill) -> Run:
-        return lambda: {
-            "out": flash_attn_varlen_func(
-                call.q,
-                call.k_cache,
-                call.v_cache,
-                max_seqlen_q=call.max_seqlen_q,
-                cu_seqlens_q=call.cu_seqlens_q,
-                max_seqlen_k=call.max_seqlen_k,
-                seqused_k=call.seqused_k,
-                block_table=call.block_table,
-                softmax_scale=call.softmax_scale,
-                causal=call.causal,
-                num_splits=num_splits,
-                fa_version=fa_version,
-            )
-        }
+        pages = {"seqused_k": call.seqused_k, "block_table": call.block_table}
+        arguments = {**call.varlen(), **pages, **chosen}
+        return lambda: {"out": attend(call.q, call.k_cache, call.v_cache, **arguments)}
 
     return Kernel(
         {"prefill": packed, "paged-prefill": paged, "decode": paged},

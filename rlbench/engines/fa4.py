@@ -25,58 +25,30 @@ def load_attention(options: Mapping[str, str], device: str) -> Kernel:
 
     deterministic = "deterministic" in options
 
-    def attend(
-        call: PackedPrefill, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        return first(
-            flash_attn_varlen_func(
-                q,
-                k,
-                v,
-                cu_seqlens_q=call.cu_seqlens_q,
-                cu_seqlens_k=call.cu_seqlens_k,
-                max_seqlen_q=call.max_seqlen_q,
-                max_seqlen_k=call.max_seqlen_k,
-                softmax_scale=call.softmax_scale,
-                causal=call.causal,
-                deterministic=deterministic,
-            )
-        )
-
     def packed(call: PackedPrefill) -> Run:
-        return lambda: {"out": attend(call, call.q, call.k, call.v)}
+        arguments = {**call.varlen(), "deterministic": deterministic}
+        return lambda: {"out": attend(call.q, call.k, call.v, **arguments)}
 
     def paged(call: PagedPrefill) -> Run:
-        return lambda: {
-            "out": first(
-                flash_attn_varlen_func(
-                    call.q,
-                    call.k_cache,
-                    call.v_cache,
-                    cu_seqlens_q=call.cu_seqlens_q,
-                    max_seqlen_q=call.max_seqlen_q,
-                    max_seqlen_k=call.max_seqlen_k,
-                    seqused_k=call.seqused_k,
-                    page_table=call.block_table,
-                    softmax_scale=call.softmax_scale,
-                    causal=call.causal,
-                )
-            )
-        }
+        pages = {"seqused_k": call.seqused_k, "page_table": call.block_table}
+        arguments = {**call.varlen(), **pages}
+        return lambda: {"out": attend(call.q, call.k_cache, call.v_cache, **arguments)}
 
     def backward(call: PackedBackward) -> Run:
         q, k, v = (t.detach().clone().requires_grad_() for t in (call.q, call.k, call.v))
-        return gradients(attend(call, q, k, v), (q, k, v), call.dout)
+        out = attend(q, k, v, **call.varlen(), deterministic=deterministic)
+        return gradients(out, (q, k, v), call.dout)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        """The output alone: some calls return (out, lse)."""
+        result = flash_attn_varlen_func(q, k, v, **arguments)
+        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return out
 
     return Kernel(
         {"prefill": packed, "paged-prefill": paged, "decode": paged, "backward": backward},
         resolved={"num_splits": "1 (its default)", "deterministic": str(deterministic)},
     )
-
-
-def first(result: Any) -> torch.Tensor:
-    """The output alone: some calls return (out, lse)."""
-    return result[0] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
 
 
 ENGINE = Engine(

@@ -18,35 +18,13 @@ def load_attention(options: Mapping[str, str], device: str) -> Kernel:
     from rlbench.ops.attention.calls import PackedPrefill, PagedPrefill
 
     def packed(call: PackedPrefill) -> Run:
-        return lambda: {
-            "out": attention(
-                call.q,
-                call.k,
-                call.v,
-                cu_seqlens_q=call.cu_seqlens_q,
-                cu_seqlens_k=call.cu_seqlens_k,
-                max_seqlen_q=call.max_seqlen_q,
-                max_seqlen_k=call.max_seqlen_k,
-                softmax_scale=call.softmax_scale,
-                causal=call.causal,
-            )
-        }
+        arguments = call.varlen()
+        return lambda: {"out": attention(call.q, call.k, call.v, **arguments)}
 
     def paged(call: PagedPrefill) -> Run:
-        return lambda: {
-            "out": attention(
-                call.q,
-                call.k_cache,
-                call.v_cache,
-                cu_seqlens_q=call.cu_seqlens_q,
-                max_seqlen_q=call.max_seqlen_q,
-                max_seqlen_k=call.max_seqlen_k,
-                block_table=call.block_table,
-                seqused_k=call.seqused_k,
-                softmax_scale=call.softmax_scale,
-                causal=call.causal,
-            )
-        }
+        pages = {"seqused_k": call.seqused_k, "block_table": call.block_table}
+        arguments = {**call.varlen(), **pages}
+        return lambda: {"out": attention(call.q, call.k_cache, call.v_cache, **arguments)}
 
     return Kernel(
         {"prefill": packed, "paged-prefill": paged, "decode": paged},

@@ -75,7 +75,7 @@ def assert_called(
     args, given = recorder.calls[-1]
     assert len(args) == len(tensors)
     assert all(a is b for a, b in zip(args, tensors, strict=True))
-    assert list(given) == list(expected)
+    assert sorted(given) == sorted(expected)
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
             assert given[name] is value, name

@@ -3,13 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 
+class _Attention:
+    """What every call has."""
+
+    q: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    q_lens: tuple[int, ...]
+    k_lens: tuple[int, ...]
+    softmax_scale: float
+    causal: bool
+
+    @property
+    def output_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"out": tuple(self.q.shape)}
+
+    @property
+    def max_seqlen_q(self) -> int:
+        return max(self.q_lens)
+
+    @property
+    def max_seqlen_k(self) -> int:
+        return max(self.k_lens)
+
+    def varlen(self) -> dict[str, Any]:
+        """The arguments that every variable-length attention function takes by these names."""
+        return {
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "max_seqlen_q": self.max_seqlen_q,
+            "max_seqlen_k": self.max_seqlen_k,
+            "softmax_scale": self.softmax_scale,
+            "causal": self.causal,
+        }
+
+
 @dataclass(frozen=True)
-class PackedPrefill:
+class PackedPrefill(_Attention):
     """Packed variable-length sequences with their own keys and values, contiguous.
 
     q [total_q, q_heads, head_dim], k and v [total_k, kv_heads, head_dim], bf16 or fp16;
@@ -29,21 +62,12 @@ class PackedPrefill:
     softmax_scale: float
     causal: bool = True
 
-    @property
-    def output_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"out": tuple(self.q.shape)}
-
-    @property
-    def max_seqlen_q(self) -> int:
-        return max(self.q_lens)
-
-    @property
-    def max_seqlen_k(self) -> int:
-        return max(self.k_lens)
+    def varlen(self) -> dict[str, Any]:
+        return {**super().varlen(), "cu_seqlens_k": self.cu_seqlens_k}
 
 
 @dataclass(frozen=True)
-class PagedPrefill:
+class PagedPrefill(_Attention):
     """Packed queries against keys and values in a paged cache.
 
     q [total_q, q_heads, head_dim]; k_cache and v_cache [blocks, page_size, kv_heads, head_dim];
@@ -62,18 +86,6 @@ class PagedPrefill:
     k_lens: tuple[int, ...]
     softmax_scale: float
     causal: bool = True
-
-    @property
-    def output_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"out": tuple(self.q.shape)}
-
-    @property
-    def max_seqlen_q(self) -> int:
-        return max(self.q_lens)
-
-    @property
-    def max_seqlen_k(self) -> int:
-        return max(self.k_lens)
 
     @property
     def page_size(self) -> int:
