@@ -26,6 +26,8 @@ class Environment:
     why_not: Mapping[str, str | None]
     """Engine name -> why it cannot run here, or None."""
     device: str
+    engines: tuple[str, ...] = ()
+    """Engine ids to run here and nowhere else; empty: whatever it can run."""
 
 
 @dataclass(frozen=True)
@@ -129,19 +131,25 @@ def serving(op: Op) -> list[str]:
 
 
 def make_plan(request: Request, environments: Sequence[Environment]) -> Plan:
-    """Give every engine to the first environment that can run it."""
+    """Give every engine to the environment that was told to run it, or the first that can."""
     device = environments[0].device
     jobs: list[Job] = []
     unavailable: list[tuple[Job, str]] = []
     for engine_id in request.engines:
         variant = discover.engines()[engine_id]
-        home = next((e for e in environments if e.why_not.get(variant.name) is None), None)
+        home = _home(variant, environments)
         for job in _jobs(request, variant, (home or environments[0]).id, device):
             if home is None:
                 unavailable.append((job, _why_nowhere(variant, environments)))
             else:
                 jobs.append(job)
     return Plan(device, request.preset, {e.id: e for e in environments}, jobs, unavailable)
+
+
+def _home(variant: Variant, environments: Sequence[Environment]) -> Environment | None:
+    able = [e for e in environments if e.why_not.get(variant.name) is None]
+    told = [e for e in environments if variant.id in e.engines]
+    return next((e for e in able if (e in told if told else not e.engines)), None)
 
 
 def _jobs(request: Request, variant: Variant, environment: str, device: str) -> Iterable[Job]:
@@ -176,7 +184,11 @@ def reproduce(request: Request, engine: str, case: Case, scenario: str) -> str:
 
 
 def _why_nowhere(variant: Variant, environments: Sequence[Environment]) -> str:
-    reasons = {e.id: str(e.why_not[variant.name]) for e in environments}
+    told = [e for e in environments if variant.id in e.engines] or environments
+    reasons = {
+        e.id: e.why_not.get(variant.name) or f"is told to run only {', '.join(e.engines)}"
+        for e in told
+    }
     if len(set(reasons.values())) == 1:
         return next(iter(reasons.values()))
     return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

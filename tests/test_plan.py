@@ -199,3 +199,23 @@ def test_command_of_every_job_asks_for_that_job(
             preset=given["--preset"][0],
         )
         assert [(j.key, j.passes) for j in again.jobs] == [(job.key, job.passes)]
+
+
+def test_engine_goes_where_it_was_told_to_and_nowhere_else() -> None:
+    told = Environment("told", "/told/python", {}, {}, "cpu", ("torch-eager",))
+    made = plan(environment("local"), told)
+    homes = {job.variant.id: job.environment for job in made.jobs}
+    assert homes["torch-eager"] == "told"
+    assert homes["torch-sdpa:backend=math"] == "local"
+    assert "told" not in {home for engine, home in homes.items() if engine != "torch-eager"}
+
+
+def test_engine_that_cannot_run_where_it_was_told_to_says_why() -> None:
+    told = Environment(
+        "told", "/t/python", {}, {"torch-eager": "is broken"}, "cpu", ("torch-eager",)
+    )
+    made = plan(environment("local"), told, only=["torch-eager"])
+    assert {reason for _, reason in made.unavailable} == {"is broken"}
+    alone = Environment("alone", "/a/python", {}, {}, "cpu", ("control",))
+    (reason,) = {reason for _, reason in plan(alone, only=["torch-eager"]).unavailable}
+    assert reason == "is told to run only control"

@@ -39,6 +39,9 @@ def run(
         Names,
         typer.Option("--env", metavar="NAME=PYTHON", help="Also run engines in this interpreter."),
     ] = [],  # noqa: B006
+    envs: Annotated[
+        Path | None, typer.Option("--envs", help="TOML file of interpreters and their engines.")
+    ] = None,
     merge: Annotated[
         list[Path], typer.Option("--merge", help="Fold this earlier report into the output.")
     ] = [],  # noqa: B006
@@ -52,7 +55,8 @@ def run(
 ) -> None:
     from rlbench.cli import exit_code, options
     from rlbench.plan import make_plan, make_request
-    from rlbench.run.environments import inspect, parse_environments
+    from rlbench.run import interpreters
+    from rlbench.run.environments import inspect
 
     op = discover.ops()[str(context.info_name)]
     path = out or Path(f"rlbench-{op.name}.json")
@@ -66,11 +70,12 @@ def run(
         dtypes=dtype,
         preset=preset,
     )
-    interpreters = parse_environments(env)
+    listed = interpreters.from_file(envs) if envs else []
+    named = interpreters.together([*listed, *interpreters.from_options(env)])
     options.check_device(device)
     earlier = options.load_reports(merge)
     resumed = options.open_output(path, resume=resume)
-    environments = inspect(interpreters, device)
+    environments = inspect(named, device)
     plan = make_plan(request, environments)
     recorder = options.recorder(path, preset, resumed)
     recorder.admit(environments)

@@ -27,6 +27,21 @@ def show(report: Report, console: Console) -> None:
     _claims(report, console)
 
 
+def agreement(report: Report, console: Console) -> None:
+    """Print, for every output of every case, which engines gave the same bits."""
+    for sheet in view.sheets(report):
+        console.print()
+        console.print(Text(heading(sheet), style="bold"))
+        for tensor, groups in view.agreement(sheet).items():
+            console.print(Text(view.clean(tensor)))
+            shared = [" = ".join(group) for group in groups if len(group) > 1]
+            alone = ", ".join(group[0] for group in groups if len(group) == 1)
+            for words in (*shared, f"each its own: {alone}" if alone else ""):
+                if words:
+                    style = "" if words in shared else "dim"
+                    console.print(Padding(Text(view.clean(words), style=style), (0, 0, 0, 2)))
+
+
 def heading(sheet: view.Sheet) -> str:
     """`attention · qwen3-next · bf16 · q_heads 16 · …`."""
     words = [sheet.op, sheet.case_id]

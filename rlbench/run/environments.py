@@ -4,43 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import subprocess
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from rlbench import discover
 from rlbench.errors import UsageError
 from rlbench.plan import LOCAL, Environment
+from rlbench.run.interpreters import Interpreter
 from rlbench.run.process import run_module, tail
 
 INSPECTION_TIMEOUT_S = 180.0
 
 
-def parse_environments(options: Iterable[str]) -> dict[str, str]:
-    """`name=interpreter` options as a mapping. Raises UsageError for anything else."""
-    found: dict[str, str] = {}
-    for text in options:
-        name, _, python = text.partition("=")
-        if not name or not python:
-            raise UsageError(
-                f"--env: {text!r} is not NAME=PYTHON, such as vllm=/path/to/venv/bin/python"
-            )
-        if name in found or name == LOCAL:
-            taken = "twice" if name in found else "the name of rlbench's own interpreter"
-            raise UsageError(f"--env: the name {name!r} is {taken}; choose another")
-        path = shutil.which(Path(python).expanduser())
-        if path is None:
-            raise UsageError(f"--env {name}: {python!r} is not an executable file")
-        found[name] = path
-    return found
-
-
-def inspect(named: Mapping[str, str], device: str) -> list[Environment]:
-    """The environments that can measure: rlbench's own interpreter, then the named ones.
+def inspect(interpreters: Sequence[Interpreter], device: str) -> list[Environment]:
+    """The environments that can measure: rlbench's own interpreter first, if it has torch.
 
     Each is asked about all engines, not only the selected ones, so that what a report says of an
     environment (and its id) does not depend on the selection. device: `auto`, `cpu` or `cuda:N`.
@@ -49,21 +28,17 @@ def inspect(named: Mapping[str, str], device: str) -> list[Environment]:
     """
     sources = {v.name: v.source for v in discover.engines().values()}
     question = json.dumps({name: [s.module, s.file] for name, s in sources.items()})
-    interpreters = {LOCAL: sys.executable, **named}
     with ThreadPoolExecutor(len(interpreters)) as pool:
-        answers = dict(
-            zip(
-                interpreters,
-                pool.map(
-                    lambda name: _ask(name, interpreters[name], device, question), interpreters
-                ),
-                strict=True,
-            )
-        )
-    usable = {name: facts for name, facts in answers.items() if "no_torch" not in facts}
-    _refuse_without_torch(named, answers, usable)
+        answers = list(pool.map(lambda i: _ask(i.name, i.python, device, question), interpreters))
+    by_name = {i.name: facts for i, facts in zip(interpreters, answers, strict=True)}
+    usable = {name: facts for name, facts in by_name.items() if "no_torch" not in facts}
+    _refuse_without_torch(by_name, usable)
     chosen = _device(usable, device)
-    return [_environment(n, interpreters[n], facts, chosen, sources) for n, facts in usable.items()]
+    return [
+        _environment(interpreter, usable[interpreter.name], chosen, sources)
+        for interpreter in interpreters
+        if interpreter.name in usable
+    ]
 
 
 def _ask(name: str, python: str, device: str, question: str) -> dict[str, Any]:
@@ -81,11 +56,9 @@ def _ask(name: str, python: str, device: str, question: str) -> dict[str, Any]:
     return facts
 
 
-def _refuse_without_torch(
-    named: Mapping[str, str], answers: Mapping[str, Any], usable: Mapping[str, Any]
-) -> None:
-    for name in named:
-        if name not in usable:
+def _refuse_without_torch(answers: Mapping[str, Any], usable: Mapping[str, Any]) -> None:
+    for name in answers:
+        if name != LOCAL and name not in usable:
             raise UsageError(f"--env {name}: torch cannot be imported: {answers[name]['no_torch']}")
     if not usable:
         raise UsageError(
@@ -107,13 +80,15 @@ def _device(usable: Mapping[str, Any], asked: str) -> str:
 
 
 def _environment(
-    name: str, python: str, facts: dict[str, Any], device: str, engines: Iterable[str]
+    interpreter: Interpreter, facts: dict[str, Any], device: str, engines: Iterable[str]
 ) -> Environment:
     why_not = facts.get("why_not", {})
     if facts["device_name"] != device or "no_device" in facts:
         why_not = dict.fromkeys(engines, f"torch in this environment has no {device}")
     said = {k: facts.get(k) for k in ("python", "packages", "device")}
-    return Environment(_id(name, said), python, said, why_not, device)
+    return Environment(
+        _id(interpreter.name, said), interpreter.python, said, why_not, device, interpreter.engines
+    )
 
 
 def _id(name: str, facts: Mapping[str, Any]) -> str:

@@ -312,3 +312,14 @@ def _sorted(report: Json) -> Json:
 
     lists: Iterable[str] = [k for k, v in report.items() if isinstance(v, list)]
     return {**report, **{name: sorted(report[name], key=key) for name in lists}}
+
+
+def test_file_of_environments_says_where_an_engine_runs(rlbench: Rlbench) -> None:
+    (rlbench.folder / "envs.toml").write_text(
+        f'[mine]\npython = "{sys.executable}"\nengines = ["torch-eager"]\n', encoding="utf-8"
+    )
+    asked = ("--only", "torch-eager", "--scenario", "batch", "--envs", "envs.toml")
+    rlbench("attention", *SMALL, *asked, "--out", "r.json", code=0)
+    homes = {r["engine"]: r["environment"] for r in rlbench.report("r.json")["results"]}
+    assert homes["torch-eager"] == "mine"
+    assert homes["control"].startswith("local-")

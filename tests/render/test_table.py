@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from sample_report import environment, everything, hostile, point, report, result
+from sample_report import NINE, environment, everything, hostile, point, report, result
 
 from rlbench.render import table
 from rlbench.results.schema import Report
@@ -110,3 +110,24 @@ def test_long_shapes_still_fit() -> None:
     text = shown(made)
     assert "…" not in text
     assert all(cell_len(line) <= 80 for line in text.splitlines())
+
+
+def test_agreement_groups_engines_by_their_bits() -> None:
+    same, other = "a" * 64, "b" * 64
+    made = report(
+        [
+            result(engine, "batch", "pass", checks=NINE, digests={"prefill.out": digest})
+            for engine, digest in (("fa3", same), ("fa4", same), ("fa2", other))
+        ]
+    )
+    out = io.StringIO()
+    table.agreement(made, Console(file=out, width=80, no_color=True))
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    at = lines.index("batch prefill.out")
+    assert lines[at + 1 : at + 3] == ["fa3 = fa4", "each its own: fa2"]
+
+
+def test_agreement_does_not_obey_a_report_either() -> None:
+    out = io.StringIO()
+    table.agreement(hostile(), Console(file=out, width=80, no_color=True))
+    assert "\x1b" not in out.getvalue()
