@@ -90,9 +90,8 @@ def together(named: Sequence[Interpreter]) -> list[Interpreter]:
     names = [LOCAL]
     for interpreter in named:
         if interpreter.name in names:
-            taken = "rlbench's own interpreter" if interpreter.name == LOCAL else "another one"
-            raise UsageError(
-                f"--env {interpreter.name}: this is the name of {taken}; choose a different name"
-            )
+            own = interpreter.name == LOCAL
+            taken = "that of rlbench's own interpreter" if own else "used twice"
+            raise UsageError(f"--env {interpreter.name}: the name is {taken}; choose another")
         names.append(interpreter.name)
     return [Interpreter(LOCAL, sys.executable), *named]

@@ -70,7 +70,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["local", "a"])
 def test_name_can_be_used_once(name: str) -> None:
     named = [Interpreter("a", sys.executable), Interpreter(name, sys.executable)]
-    with pytest.raises(UsageError, match=f"--env {name}: this is the name of"):
+    with pytest.raises(UsageError, match=f"--env {name}: the name is"):
         together(named)
 
 
