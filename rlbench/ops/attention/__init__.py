@@ -7,10 +7,12 @@ Query head h reads KV head h // (q_heads / kv_heads). scale = head_dim ** -0.5.
 | --- | --- |
 | calls.py | what an engine is handed |
 | inputs.py | the sequences, as exact integer arithmetic |
-| layouts.py | packing, paging |
+| layouts.py, dense.py | packing, paging; packed calls as dense batches |
+| sizes.py | how large the questions are, by preset |
 | reference.py | the meaning, in fp64 |
 | eager.py | the same in plain torch at the case's dtype |
-| workload.py | variations, exams and latency points |
+| variations.py | what must not change the answer |
+| workload.py | all of it for one case: variations, exams, latency points |
 """
 
 from __future__ import annotations
