@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -24,10 +26,13 @@ if TYPE_CHECKING:
     from rlbench.ops._op import Kernel, Outputs, Workload
 
 LONGEST_REASON = 600
+PR_SET_PDEATHSIG = 1
+"""prctl(2), from linux/prctl.h."""
 
 
 def main(arguments: list[str]) -> None:
     """Serve the parent on the two pipe ends named by `arguments` until it hangs up."""
+    die_with_parent()
     channel = Channel(int(arguments[0]), int(arguments[1]))
     try:
         set_up = channel.receive()
@@ -42,6 +47,15 @@ def main(arguments: list[str]) -> None:
     # Not sys.exit: an engine's exit handlers may hang on a context that is already lost.
     sys.stdout.flush()
     os._exit(0)
+
+
+def die_with_parent() -> None:
+    """Let the kernel end this process with its parent: a job that hangs would outlive it for good.
+
+    Where there is no prctl, a worker ends when it next speaks to a parent that is gone.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Session:
