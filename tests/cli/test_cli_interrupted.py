@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import signal
 
 import pytest
@@ -57,8 +59,18 @@ def test_a_termination_leaves_a_valid_report_and_a_second_one_changes_nothing(
     valid(rlbench)
 
 
-def test_a_killed_run_leaves_a_valid_report_and_takes_its_workers_along(rlbench: Rlbench) -> None:
-    done = stop(rlbench, signal.SIGKILL)
+def test_a_killed_run_leaves_a_valid_report_and_takes_its_workers_along(
+    rlbench: Rlbench, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    fifo = tmp_path_factory.mktemp("hanging") / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    started = rlbench.start(*RUN, RLBENCH_FAKE_HANGING=str(fifo))
+    ready, _, _ = select.select([reader], [], [], 120.0)
+    os.close(reader)
+    assert ready, "the job that hangs never began"
+    started.process.kill()
+    done = rlbench.finish(started)
     assert done.code == -signal.SIGKILL
     assert alive(done.mark) == []
     valid(rlbench)

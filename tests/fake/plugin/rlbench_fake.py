@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rlbench.engines._engine import PROCESS_NUMBER, Claim, Engine
@@ -90,6 +91,10 @@ def misbehave(options: Mapping[str, str]) -> None:
 
 
 def hang() -> None:
+    told = os.environ.get("RLBENCH_FAKE_HANGING")  # a FIFO whose reader waits for this moment
+    if told:
+        with Path(told).open("w") as fifo:
+            fifo.write("hanging")
     while True:
         signal.pause() if threading.current_thread() is threading.main_thread() else forever()
 
