@@ -19,7 +19,6 @@ from rlbench.results.schema import Case, Engine, Environment, Report, Result, Ru
 from rlbench.results.vocabulary import SCHEMA
 
 VOLATILE = {"seconds", "at"}
-KNOWN = set(Report.model_fields) | {"schema"}
 
 Model = TypeVar("Model", bound=BaseModel)
 Named = tuple[str, Report]
