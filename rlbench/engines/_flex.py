@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -17,7 +17,7 @@ from rlbench.ops._op import Kernel, Outputs, Run
 from rlbench.ops.attention.calls import PackedBackward, PackedPrefill, PagedDecode
 from rlbench.ops.attention.eager import gradients
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockMask], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockMask, float], torch.Tensor]
 Compile = Callable[[Attend], Attend]
 
 RECOMPILES = 4096
@@ -33,24 +33,22 @@ def kernel(compiled: Compile = compiled) -> Kernel:
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = RECOMPILES
     # Buffers of the forward stay what they are, so that a backward can be run again.
     autograd.donated_buffer = False
-
-    # Cached by scale, a constant of the kernel: as an argument it would be a dynamic number.
-    packed_attend = cache(lambda scale: compiled(attend_packed(scale)))
-    decode_attend = cache(lambda scale: compiled(attend_padded(scale)))
+    # The scale is a constant of the kernel, as it is where shapes are not dynamic.
+    dynamo.specialize_float = True
+    packed, padded = compiled(attend_packed), compiled(attend_padded)
 
     def prefill(call: PackedPrefill) -> Run:
-        attend, mask = packed_attend(call.softmax_scale), packed_mask(call)
-        return inference(lambda: {"out": attend(call.q, call.k, call.v, mask)})
+        mask, scale = packed_mask(call), call.softmax_scale
+        return inference(lambda: {"out": packed(call.q, call.k, call.v, mask, scale)})
 
     def decode(call: PagedDecode) -> Run:
-        attend, mask = decode_attend(call.softmax_scale), length_mask(call)
-        rows = padded_rows(call)
+        mask, scale, rows = length_mask(call), call.softmax_scale, padded_rows(call)
         k_cache, v_cache = call.k_cache.flatten(0, 1), call.v_cache.flatten(0, 1)
-        return inference(lambda: {"out": attend(call.q, k_cache[rows], v_cache[rows], mask)})
+        return inference(lambda: {"out": padded(call.q, k_cache[rows], v_cache[rows], mask, scale)})
 
     def backward(call: PackedBackward) -> Run:
         q, k, v = (t.detach().clone().requires_grad_() for t in (call.q, call.k, call.v))
-        out = packed_attend(call.softmax_scale)(q, k, v, packed_mask(call))
+        out = packed(q, k, v, packed_mask(call), call.softmax_scale)
         return gradients(out, (q, k, v), call.dout)
 
     return Kernel(
@@ -81,34 +79,30 @@ def inference(run: Run) -> Run:
 # --- the compiled functions -----------------------------------------------------------------------
 
 
-def attend_packed(scale: float) -> Attend:
+def attend_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float
+) -> torch.Tensor:
     """q [total_q, q_heads, dim], k and v [total_k, kv_heads, dim] -> shaped as q."""
     # Below 128 queries flex takes its decoding kernel, whose blocks hold all of a chunk's queries
     # at once: 64 queries of 8 heads a KV head are too many for it.
     options: Any = {"FORCE_USE_FLEX_ATTENTION": True}
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> torch.Tensor:
-        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-        out = flex_attention(
-            q, k, v, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options
-        )
-        return out[0].transpose(0, 1)
-
-    return attend
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    out = flex_attention(
+        q, k, v, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options
+    )
+    return out[0].transpose(0, 1)
 
 
-def attend_padded(scale: float) -> Attend:
+def attend_padded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float
+) -> torch.Tensor:
     """q [n, q_heads, dim], k and v [n, Lk, kv_heads, dim] -> shaped as q."""
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> torch.Tensor:
-        for tensor in (q, k, v):
-            # Its number of splits is made from the batch size: with a dynamic one, no decoding
-            # kernel.
-            mark_static(tensor, 0)
-        q, k, v = q[:, :, None], k.transpose(1, 2), v.transpose(1, 2)
-        return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)[:, :, 0]
-
-    return attend
+    for tensor in (q, k, v):
+        # The number of splits is made from the batch size; flex has no decoding kernel for a
+        # dynamic one.
+        mark_static(tensor, 0)
+    q, k, v = q[:, :, None], k.transpose(1, 2), v.transpose(1, 2)
+    return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)[:, :, 0]
 
 
 # --- masks ----------------------------------------------------------------------------------------
