@@ -12,7 +12,8 @@ from rlbench.measure.bits import digest
 from rlbench.ops.attention.calls import PackedPrefill, PagedDecode, PagedPrefill
 from rlbench.ops.attention.dense import attend_packed, gather, groups
 from rlbench.ops.attention.inputs import Sequence
-from rlbench.ops.attention.layouts import cumulative, pack, pack_backward, page, page_order, rows
+from rlbench.ops.attention.layouts import cumulative, pack, pack_backward, page, rows
+from rlbench.ops.attention.paging import page_order, to_pages
 
 SHAPE: dict[str, Any] = {"q_heads": 2, "kv_heads": 1, "head_dim": 4}
 
@@ -60,6 +61,22 @@ def test_no_page_is_shared_and_page_zero_belongs_to_nobody(shuffled: bool) -> No
     assert sorted(used) == list(range(1, call.k_cache.shape[0]))
     assert call.block_table.dtype == call.seqused_k.dtype == call.cu_seqlens_q.dtype == torch.int32
     assert call.block_table[1].tolist()[1:] == [0, 0, 0], "entries that no key needs"
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+def test_packed_keys_put_into_pages_read_back_as_they_were(page_size: int) -> None:
+    sequences = [sequence(i, n) for i, n in enumerate((1, 16, 33, 64))]
+    packed = pack(sequences, 0.5, [(0, 1), (0, 16), (30, 33), (10, 50)], padding=3)
+    paged = to_pages(packed, page_size)
+    assert (type(paged), paged.page_size) == (PagedPrefill, page_size)
+    assert paged.q is packed.q and paged.cu_seqlens_q is packed.cu_seqlens_q
+    assert (paged.q_lens, paged.k_lens) == (packed.q_lens, packed.k_lens)
+    assert (paged.softmax_scale, paged.causal) == (packed.softmax_scale, packed.causal)
+    start = 0
+    for i, n in enumerate(packed.k_lens):
+        assert torch.equal(read_back(paged, i, paged.k_cache), packed.k[start : start + n])
+        assert torch.equal(read_back(paged, i, paged.v_cache), packed.v[start : start + n])
+        start += n
 
 
 def unused(call: PagedPrefill) -> torch.Tensor:

@@ -7,7 +7,8 @@ Query head h reads KV head h // (q_heads / kv_heads). scale = head_dim ** -0.5.
 | --- | --- |
 | calls.py | what an engine is handed |
 | inputs.py | the sequences, as exact integer arithmetic |
-| layouts.py, dense.py | packing, paging; packed calls as dense batches |
+| layouts.py, paging.py | packing, paging |
+| dense.py | packed calls as dense batches |
 | sizes.py | how large the questions are, by preset |
 | reference.py | the meaning, in fp64 |
 | eager.py | the same in plain torch at the case's dtype |

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import accumulate
-from math import gcd, prod
+from math import prod
 
 import torch
 
 from rlbench.ops._op import Outputs
 from rlbench.ops.attention.calls import PackedBackward, PackedPrefill, PagedDecode, PagedPrefill
 from rlbench.ops.attention.inputs import Sequence, hash_word, values
+from rlbench.ops.attention.paging import block_table, page_order, pages_needed, slots
 
 _JUNK = 0x57A1E
 
@@ -89,50 +90,29 @@ def page(
     """
     k_lens = tuple(stop for _, stop in spans)
     q_lens = tuple(stop - start for start, stop in spans)
-    pages = [-(-n // page_size) for n in k_lens]
-    order = page_order(sum(pages), shuffled)
+    pages = pages_needed(k_lens, page_size)
     like = sequences[0].rows("k", 0, 1)
     device = like.device
+    table = block_table(page_order(sum(pages), shuffled), pages, device)
+    where = slots(table, k_lens, page_size)
     shape = (sum(pages) + 1, page_size, *like.shape[1:])
     caches = []
     for number, name in enumerate(("k", "v")):
         cache = values(
             hash_word(_JUNK + 2 * junk + number), prod(shape), like.dtype, str(device)
         ).view(shape)
-        flat = cache.view(-1, *shape[2:])
-        first = 0
-        for sequence, length, count in zip(sequences, k_lens, pages, strict=True):
-            ids = torch.tensor(order[first : first + count], device=device)
-            slots = (ids[:, None] * page_size + torch.arange(page_size, device=device)).reshape(-1)
-            flat[slots[:length]] = sequence.rows(name, 0, length)
-            first += count
+        keys = [s.rows(name, 0, n) for s, n in zip(sequences, k_lens, strict=True)]
+        cache.view(-1, *shape[2:])[where] = torch.cat(keys)
         caches.append(cache)
     kind = PagedDecode if decode else PagedPrefill
     return kind(
         q=torch.cat([s.rows("q", a, b) for s, (a, b) in zip(sequences, spans, strict=True)]),
         k_cache=caches[0],
         v_cache=caches[1],
-        block_table=_block_table(order, pages, device),
+        block_table=table,
         seqused_k=torch.tensor(k_lens, dtype=torch.int32, device=device),
         cu_seqlens_q=cumulative(q_lens, device),
         q_lens=q_lens,
         k_lens=k_lens,
         softmax_scale=softmax_scale,
     )
-
-
-def page_order(pages: int, shuffled: bool) -> list[int]:
-    """Page numbers 1..pages in the order they are handed out; shuffled by a coprime stride."""
-    if not shuffled:
-        return list(range(1, pages + 1))
-    stride = next(s for s in range(max(2, pages * 5 // 8), 2 * pages + 3) if gcd(s, pages) == 1)
-    return [(i * stride + pages // 2) % pages + 1 for i in range(pages)]
-
-
-def _block_table(order: list[int], pages: list[int], device: torch.device) -> torch.Tensor:
-    width = max(pages)
-    lines, first = [], 0
-    for count in pages:
-        lines.append(order[first : first + count] + [0] * (width - count))
-        first += count
-    return torch.tensor(lines, dtype=torch.int32, device=device)
