@@ -121,6 +121,30 @@ def page(
     )
 
 
+def unpage(call: PagedPrefill) -> PackedPrefill:
+    """The same queries against their keys and values copied out of the pages, packed."""
+    k, v = (
+        torch.cat(
+            [
+                cache[table[: -(-length // call.page_size)]].flatten(0, 1)[:length]
+                for table, length in zip(call.block_table, call.k_lens, strict=True)
+            ]
+        )
+        for cache in (call.k_cache, call.v_cache)
+    )
+    return PackedPrefill(
+        q=call.q,
+        k=k,
+        v=v,
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=cumulative(call.k_lens, call.q.device),
+        q_lens=call.q_lens,
+        k_lens=call.k_lens,
+        softmax_scale=call.softmax_scale,
+        causal=call.causal,
+    )
+
+
 def page_order(pages: int, shuffled: bool) -> list[int]:
     """Page numbers 1..pages in the order they are handed out; shuffled by a coprime stride."""
     if not shuffled:
