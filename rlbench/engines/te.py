@@ -100,7 +100,7 @@ def attention(te: Any, call: PackedPrefill, *, training: bool) -> Attend:
         num_gqa_groups=call.k.shape[1],
         qkv_format="thd",
         attn_mask_type=mask(call.causal, whole),
-        # Unfused, "self" would let every sequence see as many keys as it has queries.
+        # "self" takes the keys' lengths from the queries where the unfused backend makes a mask.
         attention_type="self" if whole else "cross",
         softmax_scale=call.softmax_scale,
     )
