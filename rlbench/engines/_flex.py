@@ -13,9 +13,9 @@ from torch._dynamo import mark_static
 from torch._functorch import config as autograd
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from rlbench.ops._op import Kernel, Outputs, Run
+from rlbench.ops._op import Kernel, Run
 from rlbench.ops.attention.calls import PackedBackward, PackedPrefill, PagedDecode
-from rlbench.ops.attention.eager import gradients
+from rlbench.ops.attention.eager import gradients, without_grad
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockMask, float], torch.Tensor]
 Compile = Callable[[Attend], Attend]
@@ -39,12 +39,14 @@ def kernel(compiled: Compile = compiled) -> Kernel:
 
     def prefill(call: PackedPrefill) -> Run:
         mask, scale = packed_mask(call), call.softmax_scale
-        return inference(lambda: {"out": packed(call.q, call.k, call.v, mask, scale)})
+        return without_grad(lambda: {"out": packed(call.q, call.k, call.v, mask, scale)})
 
     def decode(call: PagedDecode) -> Run:
         mask, scale, rows = length_mask(call), call.softmax_scale, padded_rows(call)
         k_cache, v_cache = call.k_cache.flatten(0, 1), call.v_cache.flatten(0, 1)
-        return inference(lambda: {"out": padded(call.q, k_cache[rows], v_cache[rows], mask, scale)})
+        return without_grad(
+            lambda: {"out": padded(call.q, k_cache[rows], v_cache[rows], mask, scale)}
+        )
 
     def backward(call: PackedBackward) -> Run:
         q, k, v = (t.detach().clone().requires_grad_() for t in (call.q, call.k, call.v))
@@ -64,16 +66,6 @@ def kernel(compiled: Compile = compiled) -> Kernel:
             "num_splits": "auto",
         },
     )
-
-
-def inference(run: Run) -> Run:
-    """`run` without autograd, for which the kernel would also store its row sums."""
-
-    def without_grad() -> Outputs:
-        with torch.no_grad():
-            return run()
-
-    return without_grad
 
 
 # --- the compiled functions -----------------------------------------------------------------------

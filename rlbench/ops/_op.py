@@ -63,7 +63,11 @@ class Kernel:
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Entry points the engine does not offer, each with its reason."""
     resolved: Mapping[str, str] = field(default_factory=dict)
-    """What the engine settled on, as far as it can be known: backend, number of splits …"""
+    """What the engine settled on, as far as it can be known: backend, number of splits …
+
+    It is read after each job, so a call may add what only it can tell. A key keeps its value:
+    reports that disagree on one cannot be merged.
+    """
 
     def bind(self, call: Call) -> Run:
         """Prepare `call`. Raises Unsupported, with the reason, where the engine has no such entry."""

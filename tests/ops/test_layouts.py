@@ -13,7 +13,7 @@ from rlbench.ops.attention.calls import PackedPrefill, PagedDecode, PagedPrefill
 from rlbench.ops.attention.dense import attend_packed, gather, groups
 from rlbench.ops.attention.inputs import Sequence
 from rlbench.ops.attention.layouts import cumulative, pack, pack_backward, page, rows
-from rlbench.ops.attention.paging import page_order, to_pages
+from rlbench.ops.attention.paging import page_order, to_pages, unpage
 
 SHAPE: dict[str, Any] = {"q_heads": 2, "kv_heads": 1, "head_dim": 4}
 
@@ -46,6 +46,24 @@ def test_pages_read_back_are_the_sequences(page_size: int, shuffled: bool, dtype
         assert torch.equal(read_back(call, i, call.v_cache), one.rows("v", 0, stop))
         first, last = call.cu_seqlens_q[i : i + 2].tolist()
         assert torch.equal(call.q[first:last], one.rows("q", start, stop))
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_unpaged_is_the_call_that_was_never_paged(decode: bool) -> None:
+    sequences = [sequence(i, n) for i, n in enumerate((1, 16, 33, 64))]
+    spans = [(s.tokens - 1, s.tokens) if decode else (s.tokens // 2, s.tokens) for s in sequences]
+    paged = page(sequences, spans, 0.5, page_size=16, shuffled=True, decode=decode)
+    (got, copy), want = unpage(paged), pack(sequences, 0.5, spans)
+    assert type(got) is PackedPrefill
+    assert vars(got).keys() == vars(want).keys()
+    for name, value in vars(want).items():
+        mine = getattr(got, name)
+        assert torch.equal(mine, value) if isinstance(value, torch.Tensor) else mine == value, name
+    assert got.cu_seqlens_k.dtype == torch.int32
+    paged.k_cache.neg_()
+    k, v = copy()
+    assert torch.equal(k, -want.k), "the copy is of what stands in the pages now"
+    assert torch.equal(v, want.v)
 
 
 @pytest.mark.parametrize("shuffled", [False, True])

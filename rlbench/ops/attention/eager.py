@@ -63,6 +63,16 @@ def gradients(out: torch.Tensor, leaves: tuple[torch.Tensor, ...], dout: torch.T
     return run
 
 
+def without_grad(run: Run) -> Run:
+    """`run` as inference runs it: with autograd, an engine may store what a backward would need."""
+
+    def inference() -> Outputs:
+        with torch.no_grad():
+            return run()
+
+    return inference
+
+
 def compute(call: Call) -> Outputs:
     """The outputs of any attention call."""
     return ENTRIES[call.entry](call)()

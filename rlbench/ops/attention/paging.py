@@ -1,7 +1,9 @@
-"""Where a paged cache keeps which key, and packed keys put into such a cache."""
+"""Where a paged cache keeps which key; packed keys put into such a cache, and taken out of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import accumulate
 from math import gcd
 
 import torch
@@ -66,3 +68,29 @@ def to_pages(call: PackedPrefill, page_size: int) -> PagedPrefill:
         softmax_scale=call.softmax_scale,
         causal=call.causal,
     )
+
+
+def unpage(call: PagedPrefill) -> tuple[PackedPrefill, Callable[[], tuple[torch.Tensor, ...]]]:
+    """The same attention over packed keys, and what copies k and v out of the pages anew.
+
+    For engines that know no pages. Such an engine's user copies at every step, so a binder takes
+    the lengths from the call and runs the copy each time.
+    """
+    where = slots(call.block_table, call.k_lens, call.page_size)
+
+    def copy() -> tuple[torch.Tensor, ...]:
+        return tuple(cache.flatten(0, 1)[where] for cache in (call.k_cache, call.v_cache))
+
+    k, v = copy()
+    starts = torch.tensor([0, *accumulate(call.k_lens)], dtype=torch.int32, device=k.device)
+    return PackedPrefill(
+        q=call.q,
+        k=k,
+        v=v,
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=starts,
+        q_lens=call.q_lens,
+        k_lens=call.k_lens,
+        softmax_scale=call.softmax_scale,
+        causal=call.causal,
+    ), copy
