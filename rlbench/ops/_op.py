@@ -37,6 +37,11 @@ class Call(Protocol):
         """What an engine must return: tensor name -> shape."""
         ...
 
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """What of it an engine may choose its path by: `sequences`, `max_seqlen_q` …"""
+        ...
+
 
 def whole_outputs(call: Call, outputs: Outputs) -> Outputs:
     """The outputs, all of them there: an answer that is missing would equal any other one.

@@ -22,6 +22,7 @@ def render(report: Report) -> str:
             glance(report, sheet, several=several),
             _accuracy(sheet, several),
             *_latency(report, sheet, several),
+            _questions(whole),
             _agreement(sheet),
             _notes(whole),
         ]
@@ -108,6 +109,23 @@ def _latency(report: Report, sheet: view.Sheet, several: bool) -> list[str]:
     if marks:
         parts.append("; ".join(f"{m}: {cells.DOUBT_LEGEND[m]}" for m in sorted(marks)) + ".")
     return parts
+
+
+def _questions(sheet: view.Sheet) -> str:
+    lines = [
+        [
+            escape(q.scenario),
+            escape(q.variation),
+            escape(q.exercised) or "–",
+            escape(", ".join(q.differing)) or f"none of {q.asked}",
+        ]
+        for q in view.questions(sheet)
+        if q.asked
+    ]
+    if not lines:
+        return ""
+    head = ["scenario", "what was changed", "calls and sizes", "whose bits differed (elements)"]
+    return "### What each check asked\n\n" + table(head, lines)
 
 
 def _agreement(sheet: view.Sheet) -> str:

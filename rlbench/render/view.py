@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rlbench.results.schema import Case, Environment, Point, Report, Result
+from rlbench.results.schema import Case, Check, Environment, Point, Report, Result
 from rlbench.results.vocabulary import ANSWERED, BROKEN, Property, Status
 
 INVARIANCE = ("batch", "chunked-prefill", "decode", "backward")
@@ -72,14 +72,58 @@ def _superseded(row: Row, rows: Sequence[Row]) -> bool:
 
 
 def _rank(engine: str) -> int:
-    name = engine.split(":", maxsplit=1)[0]
-    return 0 if name in FIRST else 2 if name in LAST else 1
+    if _is_control(engine):
+        return 2
+    return 0 if engine.split(":", maxsplit=1)[0] in FIRST else 1
 
 
 def tally(result: Result) -> tuple[int, int]:
     """(checks with equal bits, checks)."""
     checks = result.checks or []
     return sum(check.equal for check in checks), len(checks)
+
+
+@dataclass(frozen=True)
+class Question:
+    """One check of one scenario, over all engines that took it."""
+
+    scenario: str
+    variation: str
+    exercised: str
+    differing: tuple[str, ...]
+    """`engine (share of elements)`, for each whose bits differed."""
+    asked: int
+    """Engines that took it, the control not counted."""
+
+
+def questions(sheet: Sheet) -> list[Question]:
+    """Every check asked of this case, in the order of asking."""
+    found: dict[tuple[str, str], list[tuple[str, Check]]] = {}
+    for row in sheet.rows:
+        for scenario in INVARIANCE:
+            result = row.result(scenario)
+            for check in (result.checks if result else None) or ():
+                found.setdefault((scenario, check.variation), []).append((row.engine, check))
+    order = {scenario: i for i, scenario in enumerate(INVARIANCE)}
+    return [
+        Question(
+            scenario,
+            variation,
+            next((c.exercised for _, c in checks if c.exercised), ""),
+            tuple(f"{e} ({_share(c)})" for e, c in checks if not c.equal and not _is_control(e)),
+            sum(not _is_control(engine) for engine, _ in checks),
+        )
+        for (scenario, variation), checks in sorted(found.items(), key=lambda i: order[i[0][0]])
+    ]
+
+
+def _share(check: Check) -> str:
+    share = 100 * check.differing / check.elements
+    return f"{share:.0f} %" if share >= 1 else "under 1 %"
+
+
+def _is_control(engine: str) -> bool:
+    return engine.split(":", maxsplit=1)[0] in LAST
 
 
 def nans(result: Result) -> int:

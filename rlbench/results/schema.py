@@ -115,6 +115,9 @@ class Check(_Model):
     variation: str
     pass_: str = Field(alias="pass")
     property: Property
+    exercised: str | None = Field(
+        default=None, description="the varied side's calls and sizes, by which engines choose"
+    )
     equal: bool
     elements: int
     differing: int

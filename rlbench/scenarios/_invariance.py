@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbench.errors import Unsupported
 from rlbench.ops._op import whole_outputs
+from rlbench.scenarios._exercised import Exercised
 from rlbench.scenarios._scenario import Context, Scenario
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def measure(name: str, context: Context) -> dict[str, Any]:
             if baseline is None or baseline[0] is not variation.expected:
                 baseline = None
                 baseline = (variation.expected, run_trial(context.kernel, variation.expected))
-            actual = _actual(context, variation)
+            exercised = Exercised()
+            actual = _actual(context, variation, exercised)
         except Unsupported as why:
             skipped.append({"variation": variation.name, "reason": str(why)})
             continue
@@ -49,6 +51,7 @@ def measure(name: str, context: Context) -> dict[str, Any]:
                 "variation": variation.name,
                 "pass": variation.pass_,
                 "property": variation.property.value,
+                "exercised": str(exercised),
                 **bits.compare(expected, actual),
             }
         )
@@ -57,18 +60,22 @@ def measure(name: str, context: Context) -> dict[str, Any]:
     return {"checks": checks, "skipped": skipped, "digests": digests}
 
 
-def _actual(context: Context, variation: Variation) -> Outputs:
-    if variation.actual.fresh_process:
-        return context.elsewhere(variation.name)
-    return run_trial(context.kernel, variation.actual)
+def _actual(context: Context, variation: Variation, exercised: Exercised) -> Outputs:
+    if not variation.actual.fresh_process:
+        return run_trial(context.kernel, variation.actual, exercised)
+    for part in variation.actual.parts():
+        exercised.add(part.call)
+    return context.elsewhere(variation.name)
 
 
-def run_trial(kernel: Kernel, trial: Trial) -> Outputs:
-    """The joined outputs of a trial's calls."""
+def run_trial(kernel: Kernel, trial: Trial, exercised: Exercised | None = None) -> Outputs:
+    """The joined outputs of a trial's calls, which are added to `exercised`."""
     import torch
 
     taken: dict[str, list[torch.Tensor]] = {}
     for part in trial.parts():
+        if exercised is not None:
+            exercised.add(part.call)
         outputs = part.take(whole_outputs(part.call, kernel.bind(part.call)()))
         for name, tensor in outputs.items():
             # A copy: engines may hand out a buffer that the next call overwrites.

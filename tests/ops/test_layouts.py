@@ -124,6 +124,17 @@ def test_unused_slots_hold_finite_junk_that_differs_with_the_junk_number() -> No
     assert torch.equal(a.block_table, b.block_table)
 
 
+def test_unused_slots_can_hold_nan_and_used_ones_never_do() -> None:
+    one, spans = [sequence(0, 37), sequence(1, 5)], [(36, 37), (4, 5)]
+    usual = page(one, spans, 1.0, page_size=16, decode=True)
+    stale = page(one, spans, 1.0, page_size=16, decode=True, junk=None)
+    free = unused(stale)
+    for name in ("k_cache", "v_cache"):
+        x, y = getattr(usual, name), getattr(stale, name)
+        assert torch.equal(x[~free], y[~free])
+        assert bool(y[free].isnan().all())
+
+
 @pytest.mark.parametrize("pages", range(1, 201))
 def test_page_order_is_a_permutation(pages: int) -> None:
     ascending, shuffled = page_order(pages, False), page_order(pages, True)

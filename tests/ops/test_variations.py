@@ -8,6 +8,7 @@ variation give it the same answer, the question is the same; what else differs i
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from math import prod
@@ -21,6 +22,7 @@ from rlbench.ops._op import PRESETS, Call, Case, Kernel, Outputs, Run, Trial, Va
 from rlbench.ops.attention import OP
 from rlbench.ops.attention.calls import PackedBackward, PackedPrefill, PagedPrefill
 from rlbench.ops.attention.sizes import sizes
+from rlbench.ops.attention.variations._around import LONG
 from rlbench.ops.attention.workload import AttentionWorkload
 from rlbench.results.vocabulary import Property
 from rlbench.scenarios._invariance import run_trial
@@ -100,10 +102,14 @@ def circumstances(trial: Trial) -> Iterator[tuple[Any, ...]]:
 
 
 def expected_rows(load: AttentionWorkload, variation: Variation, scenario: str) -> torch.Tensor:
-    """The words of the target's queries that this variation has to be about."""
+    """The words of the queries that this variation has to be about."""
     q = words(load.target.whole("q"))
+    if scenario == "batch" and (tail := re.match(r"last (\d+ )?row", variation.name)):
+        return q[-int(tail[1] or 1) :]
     if scenario != "decode":
         return q
+    if variation.name.startswith("step at"):
+        return words(load.sequence(LONG, load.sizes.long_context).whole("q"))[-1:]
     early = variation.name.startswith("early")
     return q[list(load.sizes.early_positions if early else load.sizes.positions)]
 
@@ -163,7 +169,7 @@ def test_every_scenario_asks_about_its_property() -> None:
     asked = {s: {v.property for v in load.variations(s)} for s in INVARIANCE}
     assert asked == {
         "batch": {Property.BATCH_INVARIANT},
-        "chunked-prefill": {Property.CHUNK_INVARIANT},
+        "chunked-prefill": {Property.CHUNK_INVARIANT, Property.LAYOUT_INVARIANT},
         "decode": {
             Property.DECODE_INVARIANT,
             Property.BATCH_INVARIANT,
@@ -176,7 +182,8 @@ def test_every_scenario_asks_about_its_property() -> None:
 def test_only_the_backward_asks_another_process() -> None:
     load = workload("tiny", "default")
     fresh = [(s, v.name) for s in INVARIANCE for v in load.variations(s) if v.actual.fresh_process]
-    assert fresh == [("backward", "another process, alone")]
+    wanted = ["another process, alone", "another process, batch of 4"]
+    assert fresh == [("backward", name) for name in wanted]
 
 
 @pytest.mark.parametrize("scenario", INVARIANCE)

@@ -22,12 +22,14 @@ from rlbench.scenarios._scenario import Context
 class Forward:
     entry: ClassVar[str] = "forward"
     output_shapes: ClassVar[dict[str, tuple[int, ...]]] = {"out": (2,)}
+    sizes: ClassVar[dict[str, int]] = {}
 
 
 @dataclass(frozen=True)
 class Backward:
     entry: ClassVar[str] = "backward"
     output_shapes: ClassVar[dict[str, tuple[int, ...]]] = {"out": (2,)}
+    sizes: ClassVar[dict[str, int]] = {}
 
 
 class Workload:

@@ -29,6 +29,10 @@ class Numbers:
     def output_shapes(self) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys(self.names, (len(self.numbers),))
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"numbers": len(self.numbers)}
+
 
 @dataclass(frozen=True)
 class Other(Numbers):
@@ -255,8 +259,15 @@ def test_fresh_process_is_asked_by_the_variations_name() -> None:
     work = Workload(variation("far", trial(ONE), trial(ONE, fresh=True, made=made)))
     found = measure("backward", context(work, elsewhere=elsewhere))
     assert asked == ["far"]
-    assert made == [], "the actual side is not run here"
-    assert not found["checks"][0]["equal"]
+    assert made == ["made"], "looked at for its sizes"
+    assert not found["checks"][0]["equal"], "the answer of the other process counts"
+
+
+def test_check_says_which_calls_and_sizes_it_exercised() -> None:
+    expected = trial(Numbers((1.0, 2.0, 3.0)))
+    chunks = trial(Numbers((1.0,)), Numbers((2.0, 3.0)))
+    (check,) = measure("batch", context(Workload(variation("chunks", expected, chunks))))["checks"]
+    assert check["exercised"] == "2 × echo: numbers 1 to 2"
 
 
 def test_every_output_tensor_has_a_digest() -> None:

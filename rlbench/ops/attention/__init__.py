@@ -12,7 +12,7 @@ Query head h reads KV head h // (q_heads / kv_heads). scale = head_dim ** -0.5.
 | sizes.py | how large the questions are, by preset |
 | reference.py | the meaning, in fp64 |
 | eager.py | the same in plain torch at the case's dtype |
-| variations.py | what must not change the answer |
+| variations/ | what must not change the answer, a file for each scenario |
 | workload.py | all of it for one case: variations, exams, latency points |
 """
 

@@ -23,6 +23,16 @@ class _Attention:
         return {"out": tuple(self.q.shape)}
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """What of this call engines choose their path by."""
+        return {
+            "sequences": len(self.q_lens),
+            "total_q": int(self.q.shape[0]),
+            "max_seqlen_q": self.max_seqlen_q,
+            "max_seqlen_k": self.max_seqlen_k,
+        }
+
+    @property
     def max_seqlen_q(self) -> int:
         return max(self.q_lens)
 
@@ -90,6 +100,10 @@ class PagedPrefill(_Attention):
     @property
     def page_size(self) -> int:
         return int(self.k_cache.shape[1])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "page_size": self.page_size}
 
 
 @dataclass(frozen=True)

@@ -80,13 +80,13 @@ def page(
     *,
     page_size: int,
     shuffled: bool = False,
-    junk: int = 1,
+    junk: int | None = 1,
     decode: bool = False,
 ) -> PagedPrefill:
     """Queries `spans[i]` of each sequence against its keys [0, stop) in a paged cache.
 
     shuffled: pages in a scattered order instead of ascending. junk: which stale (finite) values
-    stand in the slots that no key uses. Page 0 belongs to nobody.
+    stand in the slots that no key uses; None for NaN. Page 0 belongs to nobody.
     """
     k_lens = tuple(stop for _, stop in spans)
     q_lens = tuple(stop - start for start, stop in spans)
@@ -98,9 +98,7 @@ def page(
     shape = (sum(pages) + 1, page_size, *like.shape[1:])
     caches = []
     for number, name in enumerate(("k", "v")):
-        cache = values(
-            hash_word(_JUNK + 2 * junk + number), prod(shape), like.dtype, str(device)
-        ).view(shape)
+        cache = _stale(junk, number, shape, like)
         keys = [s.rows(name, 0, n) for s, n in zip(sequences, k_lens, strict=True)]
         cache.view(-1, *shape[2:])[where] = torch.cat(keys)
         caches.append(cache)
@@ -116,3 +114,11 @@ def page(
         k_lens=k_lens,
         softmax_scale=softmax_scale,
     )
+
+
+def _stale(junk: int | None, number: int, shape: Seq[int], like: torch.Tensor) -> torch.Tensor:
+    """A cache as others left it; `number` tells keys' from values'."""
+    if junk is None:
+        return like.new_full(tuple(shape), float("nan"))
+    key = hash_word(_JUNK + 2 * junk + number)
+    return values(key, prod(shape), like.dtype, str(like.device)).view(*shape)

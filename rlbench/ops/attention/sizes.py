@@ -14,12 +14,20 @@ class Sizes:
     target: int
     batches: tuple[tuple[str, tuple[int, ...], int], ...]
     """(name, lengths of the neighbours, the target's position among them)."""
+    tails: tuple[int, ...]
+    """So many of the target's last rows are watched where a short query meets longer ones."""
+    longest_queries: tuple[int, ...]
+    """Lengths of one neighbour: it moves the batch's longest query across tile sizes."""
+    crowd: int
+    """Neighbours with one query each, as decode steps have, in the same call as the target."""
     chunks: tuple[int, ...]
     """Chunk sizes, aligned and odd, for contiguous and for paged keys."""
     early_positions: tuple[int, ...]
     """The first decode steps, for which some engines have no kernel."""
     positions: tuple[int, ...]
     """Decode steps: the token that is fed, counted from 0."""
+    long_context: int
+    """Keys of a decode step of its own, on another sequence than the target."""
     decode_batches: tuple[int, ...]
     """Neighbours in a decode batch."""
     page_sizes: tuple[int, ...]
@@ -49,9 +57,13 @@ _TINY = Sizes(
         ("second of 4, equal neighbours", (150, 150, 150), 1),
         ("last of 6, mixed neighbours", (1, 33, 200, 64, 150), 5),
     ),
+    tails=(8, 1),
+    longest_queries=(16, 65),
+    crowd=9,
     chunks=(64, 37),
     early_positions=(0, 1, 15, 40),
     positions=(63, 64, 100, 149),
+    long_context=600,
     decode_batches=(3, 15),
     page_sizes=(16, 32),
     repeats=3,
@@ -68,9 +80,13 @@ _SMALL = Sizes(
         ("second of 4, equal neighbours", (300, 300, 300), 1),
         ("last of 9, mixed neighbours", (1, 17, 64, 129, 300, 511, 40, 256), 8),
     ),
+    tails=(8, 1),
+    longest_queries=(16, 65),
+    crowd=47,
     chunks=(64, 113),
     early_positions=(0, 1, 15, 40),
     positions=(63, 64, 127, 128, 200, 299),
+    long_context=4096,
     decode_batches=(3, 31),
     page_sizes=(16, 64),
     repeats=3,
@@ -90,9 +106,13 @@ _DEFAULT = Sizes(
         ("last of 33, short neighbours", tuple(range(1, 320, 10)), 32),
         ("first of 65, one-token neighbours", (1,) * 64, 0),
     ),
+    tails=(8, 1),
+    longest_queries=(16, 17, 64, 65, 129, 300),
+    crowd=60,
     chunks=(64, 128, 256, 512, 177, 333),
     early_positions=(0, 1, 2, 15, 16, 40),
     positions=(63, 64, 127, 128, 255, 511, 700, 999),
+    long_context=32768,
     decode_batches=(3, 15, 63, 127),
     page_sizes=(16, 64, 128, 256),
     repeats=5,
@@ -110,9 +130,13 @@ _FULL = Sizes(
         ("last of 17, equal neighbours", (2048,) * 16, 16),
         ("middle of 129, short neighbours", tuple(1 + i % 97 for i in range(128)), 64),
     ),
+    tails=(64, 8, 1),
+    longest_queries=(16, 17, 32, 33, 64, 65, 128, 129, 300, 1024),
+    crowd=120,
     chunks=(16, 64, 128, 256, 512, 1024, 17, 177, 333, 1000),
     early_positions=_DEFAULT.early_positions,
     positions=(*_DEFAULT.positions, 1023, 1024, 1500, 2047),
+    long_context=131072,
     decode_batches=(1, 3, 15, 63, 127, 255),
     page_sizes=(16, 32, 64, 128, 256),
     repeats=10,

@@ -12,7 +12,7 @@ from rlbench.ops.attention import eager, reference
 from rlbench.ops.attention.inputs import Sequence
 from rlbench.ops.attention.layouts import pack, pack_backward, page
 from rlbench.ops.attention.sizes import sizes
-from rlbench.ops.attention.variations import Variations
+from rlbench.ops.attention.variations import SCENARIOS, Around
 
 _EXAM = 900
 _TIMED = 950
@@ -42,8 +42,8 @@ class AttentionWorkload:
 
     def variations(self, scenario: str) -> Iterator[Variation]:
         """The circumstances `scenario` changes; every one leaves the target's rows alone."""
-        around = Variations(self.sequence, self.target, self.sizes, self.softmax_scale)
-        yield from around.of(scenario)
+        around = Around(self.sequence, self.target, self.sizes, self.softmax_scale)
+        yield from SCENARIOS[scenario](around)
 
     # --- accuracy ---------------------------------------------------------------------------
 
