@@ -67,8 +67,9 @@ def load_attention(options: Mapping[str, str], device: str) -> Kernel:
     entries = {**eager.ENTRIES, "prefill": prefill, "backward": backward}
     unsupported = {}
     if "unsupported" in options:
-        del entries["prefill"]
-        unsupported["prefill"] = "has no ragged prefill"
+        for entry in ("prefill", "paged-prefill"):
+            del entries[entry]
+            unsupported[entry] = "has no ragged prefill"
     # `resolved` is meant to hold strings, but an engine may not know.
     resolved: dict[str, str] = {"splits": 1} if "number" in options else {"splits": "1"}  # type: ignore[dict-item]
     return Kernel(entries, unsupported=unsupported, resolved=resolved)
@@ -78,7 +79,7 @@ def bend(options: Mapping[str, str], call: PackedPrefill, outputs: Outputs) -> O
     """Wrong answers."""
     out = outputs["out"]
     if "nan" in options:
-        return {"out": out.masked_fill(out > 1.0, float("nan"))}
+        return {"out": out.masked_fill(out > 0.5, float("nan"))}
     if "wrong" in options or "claims" in options:
         return {"out": out + len(call.q_lens)}
     return {} if "nothing" in options else {"out": out}
