@@ -8,13 +8,22 @@ from rlbench.errors import Unsupported
 from rlbench.ops._op import Point
 from rlbench.scenarios._scenario import Context, Scenario
 
+SHORT = 100
+"""Characters of torch's message that name the size; the rest is advice."""
+
 
 def measure(context: Context) -> dict[str, Any]:
-    """`points`, one a shape, and `skipped` shapes."""
+    """`points`, one a shape, and `skipped` shapes: not offered, or too large for the memory.
+
+    Raises torch.OutOfMemoryError if that is why there is no point at all.
+    """
+    import torch
+
     from rlbench.measure import kernels, timing
 
     points: list[dict[str, Any]] = []
     skipped: list[dict[str, str]] = []
+    too_large: torch.OutOfMemoryError | None = None
     ceilings = context.ceilings()
     for point in context.workload.points():
         if point.pass_ not in context.passes:
@@ -26,6 +35,11 @@ def measure(context: Context) -> dict[str, Any]:
         except Unsupported as why:
             skipped.append({"variation": f"{point.pass_} {point.shape}", "reason": str(why)})
             continue
+        except torch.OutOfMemoryError as why:
+            too_large = why
+            reason = f"out of memory: {str(why).splitlines()[0][:SHORT]}"
+            skipped.append({"variation": f"{point.pass_} {point.shape}", "reason": reason})
+            continue
         points.append(
             {
                 "pass": point.pass_,
@@ -35,6 +49,8 @@ def measure(context: Context) -> dict[str, Any]:
                 "kernels": kernels.names(run, context.device),
             }
         )
+    if not points and too_large:
+        raise too_large
     if not points:
         raise Unsupported("; ".join(dict.fromkeys(s["reason"] for s in skipped)) or "no shape")
     return {"points": points, "skipped": skipped}

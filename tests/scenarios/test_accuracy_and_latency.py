@@ -149,6 +149,20 @@ def test_latency_skips_what_is_not_offered_and_other_passes() -> None:
         latency.measure(context(Workload(points=[point("c")])))
 
 
+def test_a_shape_too_large_for_the_memory_costs_that_shape_only() -> None:
+    def too_large(call: Backward) -> Run:
+        raise torch.OutOfMemoryError("Tried to allocate 256.50 GiB.\nadvice")
+
+    kernel = Kernel({"forward": forward_only, "backward": too_large})
+    large = point("b", backward=True)
+    found = latency.measure(context(Workload(points=[large, point()]), kernel))
+    assert [p["pass"] for p in found["points"]] == ["a"]
+    reason = "out of memory: Tried to allocate 256.50 GiB."
+    assert found["skipped"] == [{"variation": "b 1x8", "reason": reason}]
+    with pytest.raises(torch.OutOfMemoryError):
+        latency.measure(context(Workload(points=[large]), kernel))
+
+
 def test_launch_bound_points_ask_for_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 

@@ -65,14 +65,12 @@ def load_attention(options: Mapping[str, str], device: str) -> Kernel:
         return eager.bind_backward(call)
 
     entries = {**eager.ENTRIES, "prefill": prefill, "backward": backward}
-    unsupported = {}
-    if "unsupported" in options:
-        for entry in ("prefill", "paged-prefill"):
-            del entries[entry]
-            unsupported[entry] = "has no ragged prefill"
+    lacks = ("prefill", "paged-prefill") if "unsupported" in options else ()
+    offered = {name: entry for name, entry in entries.items() if name not in lacks}
+    unsupported = dict.fromkeys(lacks, "has no ragged prefill")
     # `resolved` is meant to hold strings, but an engine may not know.
     resolved: dict[str, str] = {"splits": 1} if "number" in options else {"splits": "1"}  # type: ignore[dict-item]
-    return Kernel(entries, unsupported=unsupported, resolved=resolved)
+    return Kernel(offered, unsupported=unsupported, resolved=resolved)
 
 
 def bend(options: Mapping[str, str], call: PackedPrefill, outputs: Outputs) -> Outputs:
