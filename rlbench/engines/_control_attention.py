@@ -70,7 +70,7 @@ def split_keys(k_len: int, circumstance: int) -> list[slice]:
     """
     pieces, start = [], 0
     while start < k_len:
-        width = 1 + hash_word(circumstance ^ start) % (NARROWEST + start // 2)
+        width = 1 + hash_word(circumstance ^ start) % (NARROWEST + start)
         pieces.append(slice(start, min(start + width, k_len)))
         start += width
     return pieces

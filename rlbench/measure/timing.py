@@ -13,7 +13,7 @@ import torch
 WARM_UP = 3
 MIN_REPEATS = 20
 MAX_REPEATS = 400
-BUDGET_S = 1.5
+BUDGET_S = 0.75
 STABLE = 0.005
 """The median is stable when ten more repeats move it by less than this."""
 BATCH = 10

@@ -2,16 +2,19 @@
 
 Parent to worker: first the set-up, then one request at a time.
 
-    {"engine": {"id", "name", "module", "file", "options"}, "op", "device", "preset"}
+    {"engine": {"id", "name", "module", "file", "options"}, "op", "device", "preset",
+     "scenarios"}
     {"do": "measure", "case": {"name", "dtype"}, "scenario", "passes"}
     {"do": "outputs", "case": …, "scenario", "variation", "path"}
     {"do": "import"}
+    {"do": "warm"}
     {"do": "probe"}
 
 Worker to parent:
 
     {"is": "progress", "text"}
     {"is": "imported"}
+    {"is": "warm"}
     {"is": "probe", "tflops", "gbps"}
     {"is": "answer", "status", "reason", "fatal", "resolved", "inputs_sha256", "fields"}
 

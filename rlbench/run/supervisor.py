@@ -69,7 +69,7 @@ def execute(plan: Plan, recorder: Recorder, listener: Listener, timeout_s: float
             listener.finished(job, result)
     todo = [job for job in plan.jobs if job.key not in recorder.finished]
     shifts = [list(jobs) for _, jobs in groupby(todo, key=lambda j: (j.environment, j.variant.id))]
-    crews = [Crew(plan, recorder, timeout_s) for _ in shifts]
+    crews = [Crew(plan, recorder, timeout_s, jobs) for jobs in shifts]
     try:
         for number, (jobs, crew) in enumerate(zip(shifts, crews, strict=True)):
             following = crews[number + 1] if number + 1 < len(crews) else None
@@ -182,10 +182,13 @@ def check_answer(message: Message) -> None:
 class Crew:
     """The workers of one engine, one at a time; a new one after each that was lost."""
 
-    def __init__(self, plan: Plan, recorder: Recorder, timeout_s: float) -> None:
+    def __init__(
+        self, plan: Plan, recorder: Recorder, timeout_s: float, jobs: Sequence[Job]
+    ) -> None:
         self.plan = plan
         self.recorder = recorder
         self.timeout_s = timeout_s
+        self._scenarios = list(dict.fromkeys(job.scenario for job in jobs))
         self._worker: WorkerProcess | None = None
         self._probed_by: Job | None = None
         self._importing = False
@@ -280,6 +283,7 @@ class Crew:
                     "op": job.op,
                     "device": self.plan.device,
                     "preset": self.plan.preset,
+                    "scenarios": self._scenarios,
                 },
             )
         return self._worker

@@ -9,21 +9,20 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlbench import discover
-from rlbench.engines._engine import PROCESS_NUMBER
 from rlbench.errors import MeasuringError, Unavailable, Unsupported
 from rlbench.results.vocabulary import Status
-from rlbench.run.process import WorkerProcess, without_folders
+from rlbench.run.process import without_folders
 from rlbench.run.protocol import COMPARED, Channel, Closed, Message
+from rlbench.run.twin import Twin
 from rlbench.scenarios._scenario import Context
 
 if TYPE_CHECKING:
-    from rlbench.ops._op import Kernel, Outputs, Workload
+    from rlbench.ops._op import Kernel, Workload
 
 LONGEST_REASON = 600
 PR_SET_PDEATHSIG = 1
@@ -70,14 +69,17 @@ class Session:
         self.op = discover.ops()[set_up["op"]]
         self.device: str = set_up["device"]
         self.damaged = False
+        self.twin = Twin(set_up)
         self._kernel: Kernel | None = None
         self._ceilings: dict[str, float] | None = None
-        self._twin: WorkerProcess | None = None
 
     def serve(self, request: Message) -> None:
         """Answer one request."""
         if request["do"] == "import":
             self.import_modules()
+            return
+        if request["do"] == "warm":
+            self.warm()
             return
         if request["do"] == "probe":
             self.probe()
@@ -95,13 +97,17 @@ class Session:
         kernel = self.kernel()
         workload = self.workload(request)
         inputs = workload.fingerprint()
+        if scenario.kind == "invariance":
+            self.begin_twin(workload, kernel)
+        else:
+            self.twin.settle()
         fields = scenario.measure(
             Context(
                 workload=workload,
                 kernel=kernel,
                 passes=tuple(request["passes"]),
                 device=self.device,
-                elsewhere=lambda variation: self.elsewhere(request, variation),
+                elsewhere=lambda name: self.twin.outputs(request, name, self.device),
                 ceilings=self.ceilings,
                 tell=lambda text: self.channel.send({"is": "progress", "text": text}),
             )
@@ -134,6 +140,12 @@ class Session:
             with contextlib.suppress(Exception):
                 importlib.import_module(module)
         self.channel.send({"is": "imported"})
+
+    def warm(self) -> None:
+        """Load the engine and make the device's context; failures show up later."""
+        with contextlib.suppress(Exception):
+            self.kernel()
+        self.channel.send({"is": "warm"})
 
     def probe(self) -> None:
         """Measure this device's ceilings and tell the parent."""
@@ -174,28 +186,16 @@ class Session:
         assert self._ceilings is not None
         return self._ceilings
 
-    def elsewhere(self, request: Message, variation: str) -> Outputs:
-        """The outputs of a variation, computed in another process with its own CUDA context."""
-        import torch
-
-        if self._twin is None:
-            self._twin = WorkerProcess(
-                sys.executable, self.set_up, own_session=False, **{PROCESS_NUMBER: "1"}
-            )
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(Path(folder) / "outputs.pt")
-            question = {**request, "do": "outputs", "variation": variation, "path": path}
-            try:
-                self._twin.channel.send(question)
-                answer = self._twin.channel.receive()
-            except Closed as gone:
-                how = f"{self._twin.how_it_ended()}: {self._twin.output_tail()}"
-                raise RuntimeError(f"the fresh process died: {how}") from gone
-            assert answer is not None
-            if answer["status"] != COMPARED:
-                raise RuntimeError(f"in a fresh process: {answer['reason']}")
-            outputs: Outputs = torch.load(path, map_location=self.device, weights_only=True)
-            return outputs
+    def begin_twin(self, workload: Workload, kernel: Kernel) -> None:
+        """Let the fresh process load while this one checks, if some check is going to ask it."""
+        known = discover.scenarios()
+        if any(
+            variation.actual.fresh_process and variation.pass_ not in kernel.unsupported
+            for name in self.set_up["scenarios"]
+            if known[name].kind == "invariance"
+            for variation in workload.variations(name)
+        ):
+            self.twin.warm()
 
     # --- failures ---------------------------------------------------------------------------
 
