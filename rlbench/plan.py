@@ -152,7 +152,15 @@ def _home(variant: Variant, environments: Sequence[Environment]) -> Environment 
     return next((e for e in able if (e in told if told else not e.engines)), None)
 
 
-def _jobs(request: Request, variant: Variant, environment: str, device: str) -> Iterable[Job]:
+def _jobs(request: Request, variant: Variant, environment: str, device: str) -> list[Job]:
+    """An engine's jobs, timings last: until then the next engine may be imported meanwhile."""
+    jobs = list(_jobs_by_case(request, variant, environment, device))
+    return sorted(jobs, key=lambda job: is_timed(job.scenario))
+
+
+def _jobs_by_case(
+    request: Request, variant: Variant, environment: str, device: str
+) -> Iterable[Job]:
     for case in request.cases(device):
         for scenario in request.scenarios:
             if variant.engine.is_control and not is_invariance(scenario):
@@ -166,6 +174,11 @@ def _jobs(request: Request, variant: Variant, environment: str, device: str) -> 
 def is_invariance(scenario: str) -> bool:
     """Whether a scenario's results are verdicts on bits, which a control has to prove."""
     return discover.scenarios()[scenario].kind == "invariance"
+
+
+def is_timed(scenario: str) -> bool:
+    """Whether a scenario takes times, so that nobody else may compute meanwhile."""
+    return discover.scenarios()[scenario].kind == "latency"
 
 
 def reproduce(request: Request, engine: str, case: Case, scenario: str) -> str:

@@ -117,7 +117,7 @@ def save(recorder: Recorder, earlier: list[tuple[str, Report]]) -> Report:
     if earlier:
         own = (str(recorder.out), report)
         report = fold([own, *earlier])
-        recorder.replace(report)
+    recorder.replace(report)
     return report
 
 

@@ -7,13 +7,15 @@ import math
 import os
 import sys
 import tempfile
+import textwrap
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from rlbench.errors import ReportError
-from rlbench.results.schema import Report
+from rlbench.results.schema import Report, Result
 from rlbench.results.vocabulary import SCHEMA
 
 
@@ -68,12 +70,32 @@ def dump(report: Report) -> str:
     return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+def dump_result(result: Result) -> str:
+    """A result as it stands in a report's text."""
+    record = result.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
+    return textwrap.indent(text, "  ")
+
+
+def dump_around(head: Report, results: Collection[str]) -> str:
+    """The text of `head`, a report without results, with these: dumped once, written many times."""
+    text = dump(head)
+    empty = '"results": []'
+    if text.count(empty) != 1 or not results:
+        return text
+    return text.replace(empty, '"results": [\n' + ",\n".join(results) + "\n ]")
+
+
 def save(report: Report, path: Path) -> None:
     """Write atomically: the file is the old report or the new one, never half of one.
 
     Raises ReportError; the earlier file is then untouched.
     """
-    text = dump(report)
+    save_text(dump(report), path)
+
+
+def save_text(text: str, path: Path) -> None:
+    """As `save`, of a report that is text already."""
     try:
         _write(text, path)
     except OSError as why:
@@ -83,8 +105,8 @@ def save(report: Report, path: Path) -> None:
 def _write(text: str, path: Path) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(0o666 & ~_umask())

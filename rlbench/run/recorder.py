@@ -37,6 +37,10 @@ class Recorder:
         self._results: dict[tuple[str, ...], dict[str, Any]] = {}
         self._run = run
         self._earlier = earlier
+        self._texts: dict[tuple[str, ...], str] = {}
+        """Every result as it stands in the file, so that saving one does not dump them all."""
+        for result in self.earlier_results():
+            self._texts[result.key] = store.dump_result(result)
         self.finished = {result.key for result in self.earlier_results()}
         """Keys of the results a resumed run need not measure again."""
 
@@ -100,7 +104,7 @@ class Recorder:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        before = copy.deepcopy((self._engines, self._cases, self._results))
+        before = (copy.deepcopy(self._engines), dict(self._cases), dict(self._results))
         try:
             yield
         except (MergeError, ValueError):
@@ -142,6 +146,7 @@ class Recorder:
             record["output"] = output
         result = schema.Result.model_validate(record)
         self._results[job.key] = record
+        self._texts[job.key] = store.dump_result(result)
         self.save()
         return result
 
@@ -162,6 +167,30 @@ class Recorder:
 
     def report(self) -> schema.Report:
         """Everything so far, the resumed report included."""
+        return self._merged(list(self._results.values()), self._earlier)
+
+    def save(self) -> None:
+        """Write the report; a failure is kept in `write_error` and measuring goes on."""
+        earlier = self._earlier.model_copy(update={"results": []}) if self._earlier else None
+        head = self._merged([], earlier)
+        # In the order of a merged report, which this file is going to be.
+        texts = [self._texts[key] for key in sorted(self._texts, key=repr)]
+        self._write(store.dump_around(head, texts))
+
+    def replace(self, report: schema.Report) -> None:
+        """Write this report in place of the run's own."""
+        self._write(store.dump(report))
+
+    def _write(self, text: str) -> None:
+        try:
+            store.save_text(text, self.out)
+            self.write_error = None
+        except ReportError as why:
+            self.write_error = why
+
+    def _merged(
+        self, results: list[dict[str, Any]], earlier: schema.Report | None
+    ) -> schema.Report:
         own = schema.Report.model_validate(
             {
                 "schema": SCHEMA,
@@ -169,25 +198,13 @@ class Recorder:
                 "environments": list(self._environments.values()),
                 "engines": list(self._engines.values()),
                 "cases": list(self._cases.values()),
-                "results": list(self._results.values()),
+                "results": results,
             }
         )
         both = [("this run", own)]
-        if self._earlier:
-            both.append((f"the report resumed, {self.out}", self._earlier))
+        if earlier:
+            both.append((f"the report resumed, {self.out}", earlier))
         return merge(both, newest=True)
-
-    def save(self) -> None:
-        """Write the report; a failure is kept in `write_error` and measuring goes on."""
-        self.replace(self.report())
-
-    def replace(self, report: schema.Report) -> None:
-        """Write this report in place of the run's own."""
-        try:
-            store.save(report, self.out)
-            self.write_error = None
-        except ReportError as why:
-            self.write_error = why
 
     def _note_environment(self, environment: Environment) -> None:
         self._environments.setdefault(

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from rlbench import discover
 from rlbench.errors import MergeError
-from rlbench.plan import Job, Plan, is_invariance
+from rlbench.plan import Job, Plan, is_timed
 from rlbench.results import schema
 from rlbench.results.vocabulary import Status
 from rlbench.run.process import WorkerProcess
@@ -76,7 +76,7 @@ def execute(plan: Plan, recorder: Recorder, listener: Listener, timeout_s: float
             if following:
                 following.begin_import(shifts[number + 1][0])
             for job in jobs:
-                if following and not is_invariance(job.scenario):
+                if following and is_timed(job.scenario):
                     following.end_import()
                 listener.started(job)
                 result = settle(job, crew, control, recorder, listener)

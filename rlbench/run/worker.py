@@ -99,7 +99,7 @@ class Session:
         inputs = workload.fingerprint()
         if scenario.kind == "invariance":
             self.begin_twin(workload, kernel)
-        else:
+        elif scenario.kind == "latency":
             self.twin.settle()
         fields = scenario.measure(
             Context(

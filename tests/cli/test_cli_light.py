@@ -53,7 +53,7 @@ def test_without_the_control_nothing_is_proven_and_no_parent_imports_torch(
     done = rlbench.finish(started, code=0)
     results = by_key(rlbench.report("r.json"))
     assert {key: r["status"] for key, r in results.items()} == {("fake", "batch"): "unproven"}
-    assert "unproven 6/6" in done.out
+    assert "unproven 23/23" in done.out
 
 
 def test_help_names_every_command(rlbench: Rlbench) -> None:
@@ -129,7 +129,7 @@ def test_a_terminal_shows_what_runs_and_keeps_the_verdicts(rlbench: Rlbench) -> 
     os.close(terminal)
     assert process.wait() == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
-    assert "fake · tiny · batch  unproven 6/6" in text
+    assert "fake · tiny · batch  unproven 23/23" in text
     assert "0/1" in text
     assert re.search(r"1/1 \S+ fake · tiny · batch: \w", text)
 
