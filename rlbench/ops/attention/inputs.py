@@ -28,8 +28,9 @@ _NUMBER = {"q": 0, "k": 1, "v": 2, "dout": 3}
 class Sequence:
     """Sequence number `stream`: q, dout [tokens, q_heads, head_dim], k, v [tokens, kv_heads, …].
 
-    Tensors are made when asked for. Token t's values do not depend on the length, so a longer
-    sequence extends a shorter one.
+    Tensors are made when asked for; of each the last piece is remembered, because a neighbour is
+    asked for the same rows again and again. Token t's values do not depend on the length, so a
+    longer sequence extends a shorter one.
     """
 
     stream: int
@@ -42,6 +43,9 @@ class Sequence:
     _kept: dict[str, torch.Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _last: dict[str, tuple[int, int, torch.Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def keep(self, *names: str) -> Sequence:
         """Make these tensors once and hold on to them, for a sequence that is used again."""
@@ -52,6 +56,11 @@ class Sequence:
         """Tokens start:stop of `q`, `k`, `v` or `dout`."""
         if name in self._kept:
             return self._kept[name][start:stop]
+        if self._last.get(name, ())[:2] != (start, stop):
+            self._last[name] = (start, stop, self._made(name, start, stop))
+        return self._last[name][2]
+
+    def _made(self, name: str, start: int, stop: int) -> torch.Tensor:
         heads = self.kv_heads if name in ("k", "v") else self.q_heads
         width = heads * self.head_dim
         key = hash_word(SEED ^ ((4 * self.stream + _NUMBER[name]) * 0x1000193) & _MASK)

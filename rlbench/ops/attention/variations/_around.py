@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlbench.ops._op import Call, Part, Trial
 from rlbench.ops.attention.inputs import Sequence
@@ -23,11 +23,19 @@ Span = tuple[int, int]
 class Around:
     """One target sequence and what variations are made of around it."""
 
-    sequence: Callable[[int, int], Sequence]
+    make: Callable[[int, int], Sequence]
     """(stream, tokens) -> that sequence, on the target's device."""
     target: Sequence
     sizes: Sizes
     softmax_scale: float
+    _made: dict[tuple[int, int], Sequence] = field(default_factory=dict, init=False, repr=False)
+
+    def sequence(self, stream: int, tokens: int) -> Sequence:
+        """That sequence, the same one each time: it remembers what it was asked for."""
+        key = (stream, tokens)
+        if key not in self._made:
+            self._made[key] = self.make(stream, tokens)
+        return self._made[key]
 
     @property
     def whole(self) -> Span:

@@ -69,7 +69,7 @@ def _steps(
 ) -> Iterator[Part]:
     """One decode call a position, the target somewhere among its neighbours."""
     others = [
-        around.sequence(NEIGHBOUR + i, 16 + (i * 389) % (2 * around.target.tokens)).keep("k", "v")
+        around.sequence(NEIGHBOUR + i, 16 + (i * 389) % (2 * around.target.tokens))
         for i in range(neighbours)
     ]
     for number, position in enumerate(positions):
