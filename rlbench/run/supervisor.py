@@ -215,10 +215,10 @@ class Crew:
     def measure(self, job: Job, listener: Listener) -> Answer:
         """Ask the worker, starting one if there is none; lose it if it fails."""
         try:
-            worker = self._hire(job)
-            self._require_import()
             order = self.destination.order(job) if self.destination else None
             self._saving = Path(order["path"]) if order else None
+            worker = self._hire(job)
+            self._require_import()
             worker.channel.send(
                 {
                     "do": "measure",

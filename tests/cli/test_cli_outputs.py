@@ -175,7 +175,7 @@ def test_a_worker_that_is_killed_leaves_no_half_file(copy: Rlbench) -> None:
     whole = outputs(copy)["fake"]
     half = whole.with_name(f".{whole.name.replace('fake', 'fake%3Ahang=call')}.abc")
     half.write_bytes(b"half")
-    asked = ("--only", "fake:hang=call", *ACCURACY, "--timeout", "12", "--out", "r.json")
+    asked = ("--only", "fake:hang=call", *ACCURACY, "--timeout", "3", "--out", "r.json")
     before = whole.read_bytes()
     done = copy("attention", *SMALL, *asked, "--save-outputs", "o", code=4)
     assert alive(done.mark) == []
