@@ -26,15 +26,16 @@ LEVELS = {
     "plan": 4,
     "run": 5,
     "merge": 5,
+    "differences": 5,
     "render": 5,
     "cli": 6,
     "__main__": 7,
 }
 FOR_ALL = {"rlbench", "rlbench.errors", "rlbench.results.vocabulary"}
 SIBLINGS = [("measure", "results"), ("engines", "scenarios")]
-HEAVY = ("typer", "rich", "pydantic", "numpy")
+HEAVY = ("typer", "rich", "pydantic", "numpy", "safetensors")
 MAY_BE_HEAVY = ["cli", "render", "results.schema", "results.store", "merge"]
-MAY_BE_HEAVY += ["run.recorder", "run.supervisor"]
+MAY_BE_HEAVY += ["differences", "run.recorder", "run.supervisor"]
 
 
 def name_of(file: Path) -> str:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rlbench.results.schema import Report
 
 CLAIM_FAILED = 1
+NOT_WRITTEN = 2
 NOT_AVAILABLE = 3
 SOMETHING_BROKE = 4
 INTERRUPTED = 130

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rlbench.plan import Plan
     from rlbench.results.schema import Report
     from rlbench.run.recorder import Recorder
+    from rlbench.run.saving import Destination
 
 Names = list[str]
 
@@ -46,6 +47,10 @@ def run(
         list[Path], typer.Option("--merge", help="Fold this earlier report into the output.")
     ] = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Report file to write.")] = None,
+    save_outputs: Annotated[
+        Path | None,
+        typer.Option("--save-outputs", metavar="DIR", help="Save the outputs accuracy looks at."),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep what the report file has, measure the rest.")
     ] = False,
@@ -57,6 +62,7 @@ def run(
     from rlbench.plan import make_plan, make_request
     from rlbench.run import interpreters
     from rlbench.run.environments import inspect
+    from rlbench.run.saving import Destination
 
     op = discover.ops()[str(context.info_name)]
     path = out or Path(f"rlbench-{op.name}.json")
@@ -79,17 +85,24 @@ def run(
     plan = make_plan(request, environments)
     recorder = options.recorder(path, preset, resumed)
     recorder.admit(environments)
+    destination = Destination(save_outputs) if save_outputs else None
+    if destination:
+        destination.open(plan, request)
     if not resume:
         options.set_aside(path)
-    finished = measure(plan, recorder, timeout)
+    finished = measure(plan, recorder, timeout, destination)
     report = save(recorder, earlier)
     tell(report, recorder, finished=finished)
-    if recorder.write_error:
-        raise typer.Exit(recorder.write_error.exit_code)
+    if destination:
+        tell_saved(destination, plan, recorder)
+    if recorder.write_error or (destination and destination.not_saved):
+        raise typer.Exit(exit_code.NOT_WRITTEN)
     raise typer.Exit(exit_code.of_run(report, request) if finished else exit_code.INTERRUPTED)
 
 
-def measure(plan: Plan, recorder: Recorder, timeout_s: float) -> bool:
+def measure(
+    plan: Plan, recorder: Recorder, timeout_s: float, destination: Destination | None
+) -> bool:
     """Run the plan with a live display. False if the user stopped it."""
     from rlbench.cli.progress import progress
     from rlbench.run.supervisor import execute
@@ -99,7 +112,7 @@ def measure(plan: Plan, recorder: Recorder, timeout_s: float) -> bool:
     todo = sum(job.key not in recorder.finished for job in plan.jobs)
     try:
         with progress(todo) as listener:
-            execute(plan, recorder, listener, timeout_s)
+            execute(plan, recorder, listener, timeout_s, destination)
     except KeyboardInterrupt:
         return False
     return True
@@ -140,4 +153,24 @@ def tell(report: Report, recorder: Recorder, *, finished: bool) -> None:
         rest = "rlbench ... --resume measures the rest"
         typer.echo(
             f"rlbench: interrupted; {len(report.results)} results are kept; {rest}", err=True
+        )
+
+
+def tell_saved(destination: Destination, plan: Plan, recorder: Recorder) -> None:
+    """Print where the outputs are, and whose are missing."""
+    from rlbench.render.view import clean
+
+    folder = destination.folder
+    typer.echo(f"outputs: {folder} (rlbench show {recorder.out} --agreement --outputs {folder})")
+    for reason, whose in destination.not_saved.items():
+        names = ", ".join(whose)
+        typer.echo(f"rlbench: the outputs of {names} were not saved: {clean(reason)}", err=True)
+    measured = {result.key for result in recorder.earlier_results() if result.errors}
+    kept = destination.absent(job for job in plan.jobs if job.key in measured)
+    if kept:
+        names = ", ".join(kept)
+        typer.echo(
+            f"rlbench: --resume kept the results of {names}, whose outputs are not in {folder}; "
+            "a run without --resume saves them",
+            err=True,
         )

@@ -28,15 +28,21 @@ def ordinals(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(bits < 0, -magnitude, magnitude)
 
 
-def digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of the tensor's bytes in row-major order; shape and dtype are not part of it."""
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The tensor's bytes in row-major order, without a copy if it is on the CPU and contiguous."""
     data = as_bits(tensor).cpu()
     size = data.numel() * data.element_size()
     if size == 0:
-        return hashlib.sha256(b"").hexdigest()
+        return memoryview(b"")
     # Without numpy, which a worker's environment may lack, ctypes is the zero-copy way to bytes.
     buffer = (ctypes.c_char * size).from_address(data.data_ptr())
-    return hashlib.sha256(buffer).hexdigest()
+    buffer.owner = data  # type: ignore[attr-defined]  # the memory stays as long as the view does
+    return memoryview(buffer)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of the tensor's bytes in row-major order; shape and dtype are not part of it."""
+    return hashlib.sha256(raw(tensor)).hexdigest()
 
 
 def compare(

@@ -71,3 +71,9 @@ def rate(price: Price | None) -> str:
         return "–"
     point = price.point
     return f"{point.tflops:.0f} TFLOP/s" if point.tflops is not None else f"{point.gbps:.0f} GB/s"
+
+
+HOW_TO_READ_DIFFERENCES = (
+    "absolute differences in fp64: the largest above the diagonal, the mean below; "
+    "±0: only signs of zeros differ"
+)

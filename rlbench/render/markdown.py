@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rlbench.render import cells, view
 from rlbench.render.table import heading
 from rlbench.results.schema import Report
 from rlbench.results.vocabulary import ANSWERED
 
+if TYPE_CHECKING:
+    from rlbench.differences import Differences
 
-def render(report: Report) -> str:
+
+def render(report: Report, differences: Differences | None = None) -> str:
     """Every case: verdicts, accuracy, latency by shape, agreement, notes; then provenance."""
     parts = ["# rlbench report", _how_to_read()]
     for whole in view.sheets(report):
@@ -24,9 +28,23 @@ def render(report: Report) -> str:
             *_latency(report, sheet, several),
             _questions(whole),
             _agreement(sheet),
+            *_differences(sheet, differences),
             _notes(whole),
         ]
-    parts += [_claims(report), _provenance(report)]
+    return _page([*parts, _claims(report), _provenance(report)])
+
+
+def agreement(report: Report, differences: Differences | None = None) -> str:
+    """Every case: which engines gave the same bits, and how far apart the others are."""
+    parts = ["# rlbench report: agreement"]
+    for whole in view.sheets(report):
+        sheet = view.present(whole)
+        parts.append(f"## {escape(heading(sheet))}")
+        parts += [_agreement(sheet), *_differences(sheet, differences)]
+    return _page([*parts, _provenance(report)])
+
+
+def _page(parts: Sequence[str]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -131,14 +149,37 @@ def _questions(sheet: view.Sheet) -> str:
 def _agreement(sheet: view.Sheet) -> str:
     lines = []
     for tensor, groups in view.agreement(sheet).items():
-        shared = [" = ".join(map(escape, group)) for group in groups if len(group) > 1]
-        alone = [escape(group[0]) for group in groups if len(group) == 1]
+        shared = [_together(group) for group in groups if len(group.engines) > 1]
+        alone = [_together(group) for group in groups if len(group.engines) == 1]
         if shared:
             lines.append([escape(tensor), "<br>".join(shared), ", ".join(alone) or "–"])
     if not lines:
         return ""
     head = ["output", "the same bits", "bits of their own"]
     return "### Which engines agree bit for bit\n\n" + table(head, lines)
+
+
+def _together(group: view.Group) -> str:
+    return " = ".join(map(escape, group.engines))
+
+
+def _differences(sheet: view.Sheet, differences: Differences | None) -> list[str]:
+    parts = []
+    for tensor, groups in view.agreement(sheet).items():
+        matrix = view.matrix(groups, differences)
+        if matrix:
+            numbers = [str(i + 1) for i in range(len(matrix.groups))]
+            rows = zip(numbers, map(_together, matrix.groups), matrix.cells, strict=True)
+            lines = [[number, engines, *row] for number, engines, row in rows]
+            lines += [["–", _together(g), *("–" for _ in numbers)] for g in matrix.unsaved]
+            parts.append(f"{escape(tensor)}:\n\n" + table(["", "engines", *numbers], lines))
+    if parts:
+        how = cells.HOW_TO_READ_DIFFERENCES
+        parts.insert(0, f"### How far apart outputs are\n\n{how[0].upper()}{how[1:]}.")
+    missing = view.unsaved(sheet, differences)
+    if missing:
+        parts.append(f"No saved outputs: {escape(', '.join(missing))}.")
+    return parts
 
 
 def _notes(sheet: view.Sheet) -> str:

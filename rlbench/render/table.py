@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -9,6 +12,9 @@ from rich.text import Text
 
 from rlbench.render import cells, view
 from rlbench.results.schema import Report
+
+if TYPE_CHECKING:
+    from rlbench.differences import Differences
 
 
 def show(report: Report, console: Console) -> None:
@@ -27,19 +33,57 @@ def show(report: Report, console: Console) -> None:
     _claims(report, console)
 
 
-def agreement(report: Report, console: Console) -> None:
-    """Print, for every output of every case, which engines gave the same bits."""
+def agreement(report: Report, console: Console, differences: Differences | None = None) -> None:
+    """Print, for every output of every case, which engines gave the same bits.
+
+    With differences, also how far apart those are that did not.
+    """
     for sheet in view.sheets(report):
         console.print()
         console.print(Text(heading(sheet), style="bold"))
+        if differences:
+            console.print(Text(cells.HOW_TO_READ_DIFFERENCES, style="dim"))
         for tensor, groups in view.agreement(sheet).items():
             console.print(Text(view.clean(tensor)))
-            shared = [" = ".join(group) for group in groups if len(group) > 1]
-            alone = ", ".join(group[0] for group in groups if len(group) == 1)
-            for words in (*shared, f"each its own: {alone}" if alone else ""):
-                if words:
-                    style = "" if words in shared else "dim"
-                    console.print(Padding(Text(view.clean(words), style=style), (0, 0, 0, 2)))
+            matrix = view.matrix(groups, differences)
+            if matrix:
+                _matrix(matrix, console)
+            else:
+                _groups(groups, console)
+        unsaved = view.unsaved(sheet, differences)
+        if unsaved:
+            console.print(Text(view.clean(f"no saved outputs: {', '.join(unsaved)}"), "yellow"))
+
+
+def _groups(groups: Sequence[view.Group], console: Console) -> None:
+    for group in groups:
+        if len(group.engines) > 1:
+            _indented(" = ".join(group.engines), "", console)
+    alone = ", ".join(group.engines[0] for group in groups if len(group.engines) == 1)
+    if alone:
+        _indented(f"each its own: {alone}", "dim", console)
+
+
+def _indented(text: str, style: str, console: Console) -> None:
+    console.print(Padding(Text(view.clean(text), style=style), (0, 0, 0, 2)))
+
+
+def _matrix(matrix: view.Matrix, console: Console) -> None:
+    """The groups by number, and under them the matrix, in as many blocks as the width asks for."""
+    names = [str(i + 1) for i in range(len(matrix.groups))]
+    for name, group in zip(names, matrix.groups, strict=True):
+        _indented(f"{name:>{len(names[-1])}}: {' = '.join(group.engines)}", "", console)
+    for group in matrix.unsaved:
+        _indented(f"no saved tensor: {' = '.join(group.engines)}", "dim", console)
+    label = len(names[-1]) + 2
+    cell = max(len(text) for row in [names, *matrix.cells] for text in row) + 1
+    columns = max(1, (console.width - label) // cell)
+    for begin in range(0, len(names), columns):
+        shown = slice(begin, begin + columns)
+        console.print(Text(" " * label + "".join(n.rjust(cell) for n in names[shown]), "dim"))
+        for name, row in zip(names, matrix.cells, strict=True):
+            line = Text(name.rjust(label), "dim")
+            console.print(line.append("".join(c.rjust(cell) for c in row[shown]), "not dim"))
 
 
 def heading(sheet: view.Sheet) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlbench.errors import ReportError
+from rlbench.results import atomic
 from rlbench.results.schema import Report, Result
 from rlbench.results.vocabulary import SCHEMA
 
@@ -103,23 +104,7 @@ def save_text(text: str, path: Path) -> None:
 
 
 def _write(text: str, path: Path) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    atomic.write(path, [text.encode()])
 
 
 def check_writable(path: Path) -> None:

@@ -4,7 +4,7 @@ Parent to worker: first the set-up, then one request at a time.
 
     {"engine": {"id", "name", "module", "file", "options"}, "op", "device", "preset",
      "scenarios"}
-    {"do": "measure", "case": {"name", "dtype"}, "scenario", "passes"}
+    {"do": "measure", "case": {"name", "dtype"}, "scenario", "passes", "save"}
     {"do": "outputs", "case": …, "scenario", "variation", "path"}
     {"do": "import"}
     {"do": "warm"}
@@ -16,8 +16,11 @@ Worker to parent:
     {"is": "imported"}
     {"is": "warm"}
     {"is": "probe", "tflops", "gbps"}
-    {"is": "answer", "status", "reason", "fatal", "resolved", "inputs_sha256", "fields"}
+    {"is": "answer", "status", "reason", "fatal", "resolved", "inputs_sha256", "fields",
+     "not_saved"}
 
+`save` is null, or the `path` of a file for the outputs and its `metadata`; `not_saved` says why that
+file was not written.
 `status` is a word of the vocabulary, or `compared` for an invariance scenario whose verdict the
 parent gives. After an answer with `fatal` the worker ends: its process may be damaged.
 Engines print to standard output as they like; it is a file, and none of this.

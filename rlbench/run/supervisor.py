@@ -8,16 +8,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Protocol
 
 from rlbench import discover
 from rlbench.errors import MergeError
 from rlbench.plan import Job, Plan, is_timed
-from rlbench.results import schema
+from rlbench.results import atomic, schema
 from rlbench.results.vocabulary import Status
 from rlbench.run.process import WorkerProcess
 from rlbench.run.protocol import COMPARED, Closed, Message
 from rlbench.run.recorder import Recorder
+from rlbench.run.saving import Destination
 from rlbench.run.verdict import judge, judge_control
 
 PROBE_TIMEOUT_S = 60.0
@@ -43,11 +45,20 @@ class Answer:
     inputs_sha256: str | None = None
     resolved: Mapping[str, str] = field(default_factory=dict)
     output: str | None = None
+    not_saved: str | None = None
     worker_is_gone: bool = False
 
 
-def execute(plan: Plan, recorder: Recorder, listener: Listener, timeout_s: float) -> None:
+def execute(
+    plan: Plan,
+    recorder: Recorder,
+    listener: Listener,
+    timeout_s: float,
+    destination: Destination | None = None,
+) -> None:
     """Measure every job of the plan that the recorder does not have, control first.
+
+    destination: where outputs are saved, if they are.
 
     Whatever a worker does (dies, hangs, runs out of memory) costs the result of its job alone: the
     next job gets a fresh worker. While one engine is checked, the next one's worker imports; while
@@ -69,7 +80,7 @@ def execute(plan: Plan, recorder: Recorder, listener: Listener, timeout_s: float
             listener.finished(job, result)
     todo = [job for job in plan.jobs if job.key not in recorder.finished]
     shifts = [list(jobs) for _, jobs in groupby(todo, key=lambda j: (j.environment, j.variant.id))]
-    crews = [Crew(plan, recorder, timeout_s, jobs) for jobs in shifts]
+    crews = [Crew(plan, recorder, timeout_s, jobs, destination) for jobs in shifts]
     try:
         for number, (jobs, crew) in enumerate(zip(shifts, crews, strict=True)):
             following = crews[number + 1] if number + 1 < len(crews) else None
@@ -183,12 +194,19 @@ class Crew:
     """The workers of one engine, one at a time; a new one after each that was lost."""
 
     def __init__(
-        self, plan: Plan, recorder: Recorder, timeout_s: float, jobs: Sequence[Job]
+        self,
+        plan: Plan,
+        recorder: Recorder,
+        timeout_s: float,
+        jobs: Sequence[Job],
+        destination: Destination | None,
     ) -> None:
         self.plan = plan
         self.recorder = recorder
         self.timeout_s = timeout_s
         self._scenarios = list(dict.fromkeys(job.scenario for job in jobs))
+        self.destination = destination
+        self._saving: Path | None = None
         self._worker: WorkerProcess | None = None
         self._probed_by: Job | None = None
         self._importing = False
@@ -197,6 +215,8 @@ class Crew:
     def measure(self, job: Job, listener: Listener) -> Answer:
         """Ask the worker, starting one if there is none; lose it if it fails."""
         try:
+            order = self.destination.order(job) if self.destination else None
+            self._saving = Path(order["path"]) if order else None
             worker = self._hire(job)
             self._require_import()
             worker.channel.send(
@@ -205,6 +225,7 @@ class Crew:
                     "case": {"name": job.case.name, "dtype": job.case.dtype},
                     "scenario": job.scenario,
                     "passes": job.passes,
+                    "save": order,
                 }
             )
             answer = self._listen(job, worker, listener)
@@ -222,6 +243,8 @@ class Crew:
             answer = Answer("crash", f"the worker could not be started: {why}", worker_is_gone=True)
         if answer.worker_is_gone:
             self._lose()
+        if self.destination and answer.not_saved:
+            self.destination.note_failure(job, answer.not_saved)
         return answer
 
     def probe_after(self) -> None:
@@ -313,6 +336,7 @@ class Crew:
             inputs_sha256=message.get("inputs_sha256"),
             resolved=message.get("resolved", {}),
             output=worker.output_tail() if fatal else None,
+            not_saved=str(message["not_saved"]) if message.get("not_saved") else None,
             worker_is_gone=fatal,
         )
 
@@ -335,3 +359,6 @@ class Crew:
         self._import_hangs = self._importing = False
         if worker is not None:
             worker.close()
+        if self._saving is not None:
+            with contextlib.suppress(OSError):
+                atomic.remove_remains(self._saving)

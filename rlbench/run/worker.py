@@ -18,6 +18,7 @@ from rlbench.errors import MeasuringError, Unavailable, Unsupported
 from rlbench.results.vocabulary import Status
 from rlbench.run.process import without_folders
 from rlbench.run.protocol import COMPARED, Channel, Closed, Message
+from rlbench.run.saved_outputs import SavedOutputs
 from rlbench.run.twin import Twin
 from rlbench.scenarios._scenario import Context
 
@@ -101,6 +102,7 @@ class Session:
             self.begin_twin(workload, kernel)
         elif scenario.kind == "latency":
             self.twin.settle()
+        saved = SavedOutputs(request.get("save"))
         fields = scenario.measure(
             Context(
                 workload=workload,
@@ -110,14 +112,17 @@ class Session:
                 elsewhere=lambda name: self.twin.outputs(request, name, self.device),
                 ceilings=self.ceilings,
                 tell=lambda text: self.channel.send({"is": "progress", "text": text}),
+                keep=saved.keep,
             )
         )
+        saved.write(inputs)
         status = COMPARED if scenario.kind == "invariance" else Status.MEASURED.value
         return {
             "status": status,
             "fields": fields,
             "inputs_sha256": inputs,
             "resolved": {name: str(value) for name, value in kernel.resolved.items()},
+            "not_saved": saved.failure and without_folders(saved.failure),
         }
 
     def outputs_of_one_variation(self, request: Message) -> Message:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from rlbench.ops._op import Kernel, Outputs, Workload
 
 
@@ -25,6 +27,8 @@ class Context:
     """This device's measured ceilings: `tflops`, `gbps`."""
     tell: Callable[[str], None]
     """Says what is being done right now, for the live display."""
+    keep: Callable[[str, torch.Tensor], None] = lambda _name, _tensor: None
+    """Saves a tensor under its digest's name, where the user asked for outputs to be saved."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,10 @@ def measure(context: Context) -> dict[str, Any]:
             continue
         measured = errors.measure(outputs, exam.reference(), exam.plain())
         for name, figures in measured.items():
-            found[f"{exam.pass_}.{name} {exam.label}"] = figures
-            digests[f"{exam.pass_}.{name} {exam.label}"] = errors.digest(outputs[name])
+            key = f"{exam.pass_}.{name} {exam.label}"
+            found[key] = figures
+            digests[key] = errors.digest(outputs[name])
+            context.keep(key, outputs[name])
     if not found:
         raise Unsupported("; ".join(dict.fromkeys(s["reason"] for s in skipped)) or "no pass")
     return {"errors": found, "digests": digests, "skipped": skipped}

@@ -56,6 +56,15 @@ def test_without_the_control_nothing_is_proven_and_no_parent_imports_torch(
     assert "unproven 23/23" in done.out
 
 
+def test_agreement_by_digests_alone_imports_no_torch(
+    everything: Done, shared_rlbench: Rlbench
+) -> None:
+    asked = ("show", "everything.json", "--agreement")
+    started = shared_rlbench.start(*asked, command=("-c", NOT_LOADED))
+    done = shared_rlbench.finish(started, code=0)
+    assert "accuracy prefill.out" in done.out
+
+
 def test_help_names_every_command(rlbench: Rlbench) -> None:
     done = rlbench("--help", code=0)
     for command in ("attention", "merge", "show", "engines", "schema", "--version"):
@@ -66,7 +75,7 @@ def test_help_of_a_run_names_every_option(rlbench: Rlbench) -> None:
     done = rlbench("attention", "--help", code=0)
     for option in (
         *("--only", "--skip", "--scenario", "--case", "--pass", "--dtype", "--preset", "--device"),
-        *("--env", "--merge", "--out", "--resume", "--timeout"),
+        *("--env", "--merge", "--out", "--resume", "--save-outputs", "--timeout"),
     ):
         assert option in done.out
 

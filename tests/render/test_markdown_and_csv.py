@@ -10,6 +10,7 @@ import pytest
 from markdown_it import MarkdownIt
 from sample_report import HOSTILE, check, errors, everything, hostile, report, result
 
+from rlbench.differences import Difference, Differences
 from rlbench.render import csv, markdown
 
 ALLOWED = {
@@ -46,6 +47,35 @@ def test_markdown_groups_engines_whose_bits_agree() -> None:
     text = markdown.render(everything())
     (line,) = [x for x in text.splitlines() if x.startswith("| batch prefill.out")]
     assert line == "| batch prefill.out | fa4 = rlbench | – |"
+
+
+def test_markdown_of_hostile_differences_is_plain_text_in_whole_tables() -> None:
+    names = [HOSTILE, f"{HOSTILE} 2"]
+    made = report(
+        [
+            result(
+                name,
+                "accuracy",
+                "measured",
+                errors={HOSTILE: errors()},
+                digests={HOSTILE: digit * 64},
+            )
+            for name, digit in zip(names, "ab", strict=True)
+        ]
+    )
+    pair = {frozenset(("a" * 64, "b" * 64)): Difference(0.5, 0.25)}
+    missing = ("attention", "qwen3-next", HOSTILE, "local", "accuracy")
+    found = Differences(pair, {"a" * 64, "b" * 64}, {missing})
+    for text in (markdown.render(made, found), markdown.agreement(made, found)):
+        assert "### How far apart outputs are" in text
+        (head,) = [x for x in text.splitlines() if x == "|  | engines | 1 | 2 |"]
+        assert head
+        assert re.search(r"^\| 1 \| .* \| · \| 5\.0e-1 \|$", text, re.MULTILINE)
+        assert re.search(r"^\| 2 \| .* \| 2\.5e-1 \| · \|$", text, re.MULTILINE)
+        assert "No saved outputs: " in text
+        assert {kind for kind, _ in tokens(text)} <= ALLOWED
+        assert {t for kind, t in tokens(text) if kind == "html_inline"} <= {"<br>"}
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
 
 
 def test_markdown_tables_are_whole() -> None:

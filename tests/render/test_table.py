@@ -8,9 +8,20 @@ import re
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from sample_report import NINE, environment, everything, hostile, point, report, result
+from sample_report import (
+    HOSTILE,
+    NINE,
+    environment,
+    errors,
+    everything,
+    hostile,
+    point,
+    report,
+    result,
+)
 
-from rlbench.render import table
+from rlbench.differences import Difference, Differences
+from rlbench.render import table, view
 from rlbench.results.schema import Report
 
 
@@ -131,3 +142,72 @@ def test_agreement_does_not_obey_a_report_either() -> None:
     out = io.StringIO()
     table.agreement(hostile(), Console(file=out, width=80, no_color=True))
     assert "\x1b" not in out.getvalue()
+
+
+# --- how far apart saved outputs are --------------------------------------------------------------
+
+
+def many(count: int, first: str = "engine") -> tuple[Report, Differences]:
+    """Engines of bits of their own, the pair (i, j) apart by i + 10 j; the last was not saved."""
+    digests = [f"{i:064x}" for i in range(count)]
+    made = report(
+        [
+            result(
+                f"{first}-{i:02}",
+                "accuracy",
+                "measured",
+                errors={"prefill.out 3": errors()},
+                digests={"prefill.out 3": digest},
+            )
+            for i, digest in enumerate(digests)
+        ]
+    )
+    pairs = {
+        frozenset((digests[i], digests[j])): Difference(i + 10.0 * j, (i + 10.0 * j) / 1e12)
+        for i in range(count - 1)
+        for j in range(i + 1, count - 1)
+    }
+    last = ("attention", "qwen3-next", f"{first}-{count - 1:02}", "local", "accuracy")
+    return made, Differences(pairs, set(digests[:-1]), {last})
+
+
+def agreement(made: Report, differences: Differences, width: int = 80) -> str:
+    out = io.StringIO()
+    table.agreement(made, Console(file=out, width=width, no_color=True), differences)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_twenty_engines_fit_any_width_and_no_pair_is_lost(width: int) -> None:
+    text = agreement(*many(21), width)
+    assert all(cell_len(line) <= width for line in text.splitlines())
+    for i in range(20):
+        assert f" {i + 1}: engine-{i:02}" in text
+        for j in range(i + 1, 20):
+            assert view.magnitude(i + 10.0 * j) in text.split()
+    rows: dict[str, list[str]] = {}
+    for line in text.split("no saved tensor")[1].splitlines():
+        words = line.split()
+        if words and words[0].isdigit() and not all(word.isdigit() for word in words):
+            rows.setdefault(words[0], []).extend(words[1:])
+    assert [len(row) for row in rows.values()] == [20] * 20
+    assert rows["1"][1] == "1.0e1" and rows["2"][0] == "1.0e-11", "largest above, mean below"
+    assert rows["7"][6] == "·"
+
+
+def test_outputs_that_were_not_saved_are_named() -> None:
+    text = agreement(*many(4))
+    assert "no saved tensor: engine-03" in text
+    assert "no saved outputs: engine-03" in text
+
+
+def test_one_saved_output_alone_has_no_matrix() -> None:
+    text = agreement(*many(2))
+    assert "each its own: engine-00, engine-01" in text
+    assert "·" not in text.split("\n", 2)[2]
+
+
+def test_the_matrix_does_not_obey_a_report() -> None:
+    text = agreement(*many(4, HOSTILE))
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
+    assert "[bold red]x[/]" in text

@@ -64,8 +64,42 @@ def test_doubts_are_another_timer_and_clocks_over_three_percent_apart(
 
 def test_agreement_groups_engines_by_digest_largest_first() -> None:
     (sheet,) = view.sheets(everything())
-    assert view.agreement(sheet)["batch prefill.out"] == [["fa4", "rlbench"]]
-    assert view.agreement(sheet)["decode prefill.out"] == [["fa4"], ["rlbench"]]
+    found = {
+        name: [group.engines for group in groups] for name, groups in view.agreement(sheet).items()
+    }
+    assert found["batch prefill.out"] == [("fa4", "rlbench")]
+    assert found["decode prefill.out"] == [("fa4",), ("rlbench",)]
+
+
+def test_agreement_names_the_environments_of_an_engine_that_has_several() -> None:
+    out = {"prefill.out": "a" * 64}
+    other = {"prefill.out": "b" * 64}
+    made = report(
+        [
+            result("fa3", "batch", "pass", "one", checks=[check("v")], digests=out),
+            result("fa3", "batch", "pass", "two", checks=[check("v")], digests=other),
+            result("fa2", "batch", "pass", "two", checks=[check("v")], digests=other),
+        ]
+    )
+    (sheet,) = view.sheets(made)
+    (groups,) = view.agreement(sheet).values()
+    assert [group.engines for group in groups] == [("fa2", "fa3 (two)"), ("fa3 (one)",)]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.00390625, "3.9e-3"),
+        (1.5, "1.5"),
+        (25.0, "2.5e1"),
+        (0.0, "±0"),
+        (float("nan"), "NaN"),
+        (float("inf"), "inf"),
+        (1e-12, "1.0e-12"),
+    ],
+)
+def test_magnitudes_are_short(value: float, text: str) -> None:
+    assert view.magnitude(value) == text
 
 
 def test_engine_unavailable_here_but_measured_elsewhere_has_one_row() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -87,6 +88,13 @@ def test_accuracy_has_the_figures_and_the_digest_of_every_tensor() -> None:
     assert found["errors"]["a.out 3+4"]["ratio_to_torch"] == pytest.approx(0.5)
     assert found["digests"] == {"a.out 3+4": digest(OUT)}
     assert found["skipped"] == []
+
+
+def test_accuracy_keeps_every_tensor_under_its_digests_name() -> None:
+    kept: dict[str, torch.Tensor] = {}
+    asked = context(Workload([exam("a", Forward())]))
+    found = accuracy.measure(dataclasses.replace(asked, keep=kept.__setitem__))
+    assert {name: digest(tensor) for name, tensor in kept.items()} == found["digests"]
 
 
 def test_accuracy_skips_passes_that_are_not_offered_before_computing_their_reference() -> None:
