@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from rlbench.run.imports import Finding
     from rlbench.run.interpreters import Interpreter
@@ -56,7 +58,7 @@ def exit_code(interpreters: Sequence[Interpreter], findings: Findings) -> int:
 
 
 def show(
-    interpreters: Sequence[Interpreter], facts: Facts, findings: Findings, console: Any
+    interpreters: Sequence[Interpreter], facts: Facts, findings: Findings, console: Console
 ) -> None:
     """Print the table, why imports fail, and how to get what is nowhere."""
     from rich.text import Text
@@ -108,7 +110,7 @@ ABOUT = {"python": lambda facts: str(facts["python"]), "torch": _torch, "device"
 """Row -> what an environment's facts say there."""
 
 
-def cell(found: Finding) -> Any:
+def cell(found: Finding) -> Text:
     """The version of an engine that imports, or in a word why it does not."""
     from rich.text import Text
 

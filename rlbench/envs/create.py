@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -117,7 +118,8 @@ def _run(command: list[str], variables: Mapping[str, str]) -> None:
     try:
         code = process.wait()
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise
     if code:

@@ -16,7 +16,6 @@ from rlbench.engines._engine import Engine
 from rlbench.run.interpreters import Interpreter
 from rlbench.run.process import how, run_module, tail, without_folders
 
-TIMEOUT_S = 180.0
 AT_ONCE = 4
 """An import can take gigabytes of memory and all of a core."""
 LONGEST_REASON = 400

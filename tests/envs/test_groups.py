@@ -43,7 +43,7 @@ def test_command_that_brings_an_engine_names_the_tested_version(engine: str) -> 
     group = of_engine(ENGINES[engine])
     assert group
     pins = {distribution(pin): pin.partition("==")[2] for pin in group.pins}
-    given = re.findall(r"([\w.-]+)(?:\[[\w,]+\])?==([\w.]+)", ENGINES[engine].install)
+    given = re.findall(r"([\w.-]+)(?:\[[\w,-]+\])?==([\w.]+)", ENGINES[engine].install)
     assert {name: pins.get(canonical(name), version) for name, version in given} == dict(given)
 
 
