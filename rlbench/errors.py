@@ -4,6 +4,7 @@ RlbenchError                one clear line for the user, with an exit code
 ├── UsageError              2  an option, a file or an interpreter that cannot be used as given
 │   ├── ReportError         2  a report that cannot be read, written or understood
 │   └── MergeError          2  reports that contradict each other
+├── BuildError              4  an environment could not be built
 └── MeasuringError          raised inside a worker; becomes a result's status
     ├── Unsupported         the engine does not offer this pass or shape
     └── Unavailable         the engine cannot run here at all
@@ -33,6 +34,10 @@ class ReportError(UsageError):
 
 class MergeError(UsageError):
     """Two reports contradict each other; names both files and the key they disagree about."""
+
+
+class BuildError(RlbenchError):
+    """An environment could not be built or listed; nothing half-made is left of it."""
 
 
 class MeasuringError(RlbenchError):

@@ -131,7 +131,11 @@ def serving(op: Op) -> list[str]:
 
 
 def make_plan(request: Request, environments: Sequence[Environment]) -> Plan:
-    """Give every engine to the environment that was told to run it, or the first that can."""
+    """Give every engine to the first environment that can run it: of those told to, if any is.
+
+    An environment that was told what to run runs nothing else, except the control where no other
+    can: without it nothing is proven.
+    """
     device = environments[0].device
     jobs: list[Job] = []
     unavailable: list[tuple[Job, str]] = []
@@ -149,7 +153,10 @@ def make_plan(request: Request, environments: Sequence[Environment]) -> Plan:
 def _home(variant: Variant, environments: Sequence[Environment]) -> Environment | None:
     able = [e for e in environments if e.why_not.get(variant.name) is None]
     told = [e for e in environments if variant.id in e.engines]
-    return next((e for e in able if (e in told if told else not e.engines)), None)
+    homes = [e for e in able if (e in told if told else not e.engines)]
+    if variant.engine.is_control and not told:
+        homes += able
+    return homes[0] if homes else None
 
 
 def _jobs(request: Request, variant: Variant, environment: str, device: str) -> list[Job]:

@@ -23,6 +23,7 @@ LEVELS = {
     "engines": 2,
     "scenarios": 2,
     "discover": 3,
+    "envs": 4,
     "plan": 4,
     "run": 5,
     "merge": 5,
@@ -120,7 +121,10 @@ def test_heavy_packages_stay_where_no_worker_comes(module: str) -> None:
     assert allowed or not heavy
 
 
-@pytest.mark.parametrize("start", ["rlbench.run.worker", "rlbench.run.inspect_environment"])
+@pytest.mark.parametrize(
+    "start",
+    ["rlbench.run.worker", "rlbench.run.inspect_environment", "rlbench.run.import_modules"],
+)
 def test_nothing_a_worker_reaches_imports_a_heavy_package(start: str) -> None:
     reached: set[str] = set()
     waiting = [start, *(m for m in MODULES if layer(m) in ("engines", "scenarios", "ops"))]

@@ -210,6 +210,25 @@ def test_engine_goes_where_it_was_told_to_and_nowhere_else() -> None:
     assert "told" not in {home for engine, home in homes.items() if engine != "torch-eager"}
 
 
+def test_first_of_several_that_are_told_to_and_can() -> None:
+    def told(name: str, why_not: str | None = None) -> Environment:
+        facts = {"torch-eager": why_not}
+        return Environment(name, f"/{name}/python", {}, facts, "cpu", ("torch-eager",))
+
+    made = plan(environment("local"), told("a", "is broken"), told("b"), told("c"))
+    assert {j.environment for j in made.jobs if j.variant.id == "torch-eager"} == {"b"}
+
+
+def test_control_runs_where_others_are_told_to_if_it_can_run_nowhere_else() -> None:
+    no = {"control": "no such device", "torch-eager": "no such device"}
+    told = Environment("told", "/told/python", {}, {}, "cpu", ("fa4",))
+    made = plan(environment("local", no), told, only=["fa4", "torch-eager"])
+    assert {j.variant.id: j.environment for j in made.jobs} == {"control": "told", "fa4": "told"}
+    assert {job.variant.id for job, _ in made.unavailable} == {"torch-eager"}
+    made = plan(told, environment("free"), only=["fa4"])
+    assert {j.variant.id: j.environment for j in made.jobs} == {"control": "free", "fa4": "told"}
+
+
 def test_engine_that_cannot_run_where_it_was_told_to_says_why() -> None:
     told = Environment(
         "told", "/t/python", {}, {"torch-eager": "is broken"}, "cpu", ("torch-eager",)

@@ -8,6 +8,7 @@ import typer
 
 from rlbench import __version__, discover
 from rlbench.cli.engines import engines
+from rlbench.cli.env import env
 from rlbench.cli.merge import merge
 from rlbench.cli.run import run
 from rlbench.cli.schema import schema
@@ -30,6 +31,7 @@ app.command("merge")(merge)
 app.command("show")(show)
 app.command("engines")(engines)
 app.command("schema")(schema)
+app.add_typer(env, name="env")
 
 
 def _version(asked: bool) -> None:
@@ -52,6 +54,10 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
+        if isinstance(end.__context__, typer.Abort):
+            from rlbench.cli.exit_code import INTERRUPTED
+
+            sys.exit(INTERRUPTED)
         # click turns a broken pipe into exit code 1, which here means a broken claim.
         if isinstance(end.__context__, BrokenPipeError):
             sys.exit(0)

@@ -17,6 +17,8 @@ def engines() -> None:
     from rich.padding import Padding
     from rich.text import Text
 
+    from rlbench.envs.groups import of_engine
+
     console, device = Console(), device_type()
     for engine_id, variant in discover.engines().items():
         engine = variant.engine
@@ -29,6 +31,9 @@ def engines() -> None:
         details = [f"claims {claim.property.value}: {claim.source}" for claim in claims]
         if reason and engine.install not in reason:
             details.append(f"to get it: {engine.install}")
+        group = of_engine(engine)
+        if reason and group:
+            details.append(f"or, in an environment of its own: rlbench env create {group.name}")
         for detail in (reason or version_of(engine), *details):
             console.print(Padding(Text(detail), (0, 0, 0, 4)))
 

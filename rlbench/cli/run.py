@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -104,10 +103,11 @@ def measure(
     plan: Plan, recorder: Recorder, timeout_s: float, destination: Destination | None
 ) -> bool:
     """Run the plan with a live display. False if the user stopped it."""
+    from rlbench.cli.interrupt import end_on_sigterm_too
     from rlbench.cli.progress import progress
     from rlbench.run.supervisor import execute
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    end_on_sigterm_too()
     recorder.save()
     todo = sum(job.key not in recorder.finished for job in plan.jobs)
     try:
@@ -116,10 +116,6 @@ def measure(
     except KeyboardInterrupt:
         return False
     return True
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def save(recorder: Recorder, earlier: list[tuple[str, Report]]) -> Report:

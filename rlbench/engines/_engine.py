@@ -63,9 +63,9 @@ class Engine:
         """Why this interpreter or device cannot run the engine, or None; imports nothing."""
         if device_type not in self.devices:
             return f"needs a {' or '.join(self.devices)} device, not {device_type}"
-        missing = [m for m in self.modules if not module_exists(m)]
+        missing = self.missing_module()
         if missing:
-            return f"module {missing[0]} is not installed; to get it: {self.install}"
+            return f"module {missing} is not installed; to get it: {self.install}"
         if capability and not self.min_capability <= capability <= self.max_capability:
             low, high = self.min_capability, self.max_capability
             upper = "" if high[0] == 99 else f" to {high[0]}.{high[1]}"
@@ -74,6 +74,10 @@ class Engine:
                 f"this device has {capability[0]}.{capability[1]}"
             )
         return None
+
+    def missing_module(self) -> str | None:
+        """The first of `modules` that this interpreter does not have; imports nothing."""
+        return next((m for m in self.modules if not module_exists(m)), None)
 
 
 def options_for(**choices: tuple[str, ...]) -> tuple[tuple[tuple[str, str], ...], ...]:

@@ -26,19 +26,28 @@ def inspect(interpreters: Sequence[Interpreter], device: str) -> list[Environmen
     Raises UsageError for an interpreter that cannot be asked, and where no interpreter
     has torch or the device.
     """
+    by_name = ask(interpreters, device)
+    usable = {name: facts for name, facts in by_name.items() if "no_torch" not in facts}
+    _refuse_without_torch(by_name, usable)
+    chosen = _device(usable, device)
+    engines = dict.fromkeys(v.name for v in discover.engines().values())
+    return [
+        _environment(interpreter, usable[interpreter.name], chosen, engines)
+        for interpreter in interpreters
+        if interpreter.name in usable
+    ]
+
+
+def ask(interpreters: Sequence[Interpreter], device: str) -> dict[str, dict[str, Any]]:
+    """What each interpreter says of itself, by its name: see `inspect_environment`.
+
+    Raises UsageError for one that cannot be asked.
+    """
     sources = {v.name: v.source for v in discover.engines().values()}
     question = json.dumps({name: [s.module, s.file] for name, s in sources.items()})
     with ThreadPoolExecutor(len(interpreters)) as pool:
         answers = list(pool.map(lambda i: _ask(i.name, i.python, device, question), interpreters))
-    by_name = {i.name: facts for i, facts in zip(interpreters, answers, strict=True)}
-    usable = {name: facts for name, facts in by_name.items() if "no_torch" not in facts}
-    _refuse_without_torch(by_name, usable)
-    chosen = _device(usable, device)
-    return [
-        _environment(interpreter, usable[interpreter.name], chosen, sources)
-        for interpreter in interpreters
-        if interpreter.name in usable
-    ]
+    return {i.name: facts for i, facts in zip(interpreters, answers, strict=True)}
 
 
 def _ask(name: str, python: str, device: str, question: str) -> dict[str, Any]:

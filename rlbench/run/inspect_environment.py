@@ -21,11 +21,12 @@ def main(arguments: list[str]) -> None:
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "packages": packages({engine.distribution for engine in engines.values()}),
+        "missing": {name: engine.missing_module() for name, engine in engines.items()},
     }
     try:
         import torch
-    except ImportError as why:
-        facts["no_torch"] = str(why)
+    except Exception as why:  # a library that torch itself cannot load is no ImportError
+        facts["no_torch"] = str(why) or type(why).__name__
         _answer(facts)
         return
     cuda = torch.cuda.is_available()

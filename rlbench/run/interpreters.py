@@ -9,12 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 from rlbench import discover
+from rlbench.envs import toml
 from rlbench.errors import UsageError
 from rlbench.plan import LOCAL
 
@@ -49,12 +45,7 @@ def from_file(path: Path) -> list[Interpreter]:
 
     A relative `python` is one beside the file. Raises UsageError, naming the file and the table.
     """
-    try:
-        tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as why:
-        raise UsageError(f"--envs {path}: cannot be read: {why}") from None
-    except tomllib.TOMLDecodeError as why:
-        raise UsageError(f"--envs {path}: is not TOML: {why}") from None
+    tables = toml.tables(f"--envs {path}", path)
     return [_from_table(path, name, table) for name, table in tables.items()]
 
 

@@ -105,17 +105,22 @@ class WorkerProcess:
             code = self._process.wait(10.0)
         except subprocess.TimeoutExpired:
             return "the worker closed its channel but did not end"
-        if code < 0:
-            name = signal.Signals(-code).name
-            hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
-            return f"the worker was killed by {name}{hint}"
-        return f"the worker ended with exit code {code}"
+        return f"the worker {how(code)}"
 
     def output_tail(self) -> str:
         """The last lines of what the worker and its engine printed."""
         self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, self._log.tell() - 4 * TAIL_CHARACTERS))
         return tail(self._log.read().decode(errors="replace"))
+
+
+def how(code: int) -> str:
+    """What a process's return code says: `was killed by SIGSEGV`, `ended with exit code 1`."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
+        return f"was killed by {name}{hint}"
+    return f"ended with exit code {code}"
 
 
 def tail(text: str) -> str:
@@ -141,6 +146,7 @@ def run_module(python: str, module: str, *arguments: str, timeout_s: float) -> s
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
+        errors="replace",
         timeout=timeout_s,
         check=True,
         env=environment(python),

@@ -36,6 +36,8 @@ main()
         ("attention", "--help"),
         ("engines",),
         ("schema",),
+        ("env", "create", "--help"),
+        ("env", "create", "no-such-engine"),
         ("attention", "--only", "no-such-engine"),
     ],
 )
@@ -67,7 +69,7 @@ def test_agreement_by_digests_alone_imports_no_torch(
 
 def test_help_names_every_command(rlbench: Rlbench) -> None:
     done = rlbench("--help", code=0)
-    for command in ("attention", "merge", "show", "engines", "schema", "--version"):
+    for command in ("attention", "merge", "show", "engines", "schema", "env", "--version"):
         assert command in done.out
 
 
@@ -85,6 +87,7 @@ def test_engines_lists_plugins_beside_our_own(rlbench: Rlbench) -> None:
     for engine in ("torch-eager", "control", "fa4", "fa3:splits=1", "fake", "fake:die=exit"):
         assert re.search(rf"^{engine}  (here|not here)  ", done.out, re.MULTILINE), engine
     assert "pip install no-such-library" in done.out
+    assert "rlbench env create vllm" in done.out
     assert "claims batch_invariant: https://fake.example/claims" in done.out
 
 

@@ -35,6 +35,31 @@ def make(folder: Path, distributions: Iterable[str], *, rlbench: bool = False) -
     return str(python)
 
 
+def bare(folder: Path, python: str = sys.executable) -> tuple[str, Path]:
+    """The interpreter of a new environment without any package, and its site-packages."""
+    subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+    (site,) = folder.glob("lib/python*/site-packages")
+    return str(folder / "bin" / "python"), site
+
+
+def package(site: Path, distribution: str, version: str, **modules: str) -> None:
+    """Install a distribution of these modules, given by their text."""
+    metadata = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+    )
+    for name, text in modules.items():
+        (site / f"{name}.py").write_text(text)
+
+
+TORCH = """
+class cuda:
+    is_available = staticmethod(lambda: False)
+"""
+"""A module that says of itself what an inspection asks of torch."""
+
+
 def closure(names: Iterable[str]) -> set[str]:
     """The distributions and everything they need; extras left out."""
     found: set[str] = set()

@@ -15,7 +15,7 @@ from harness import PLUGIN, SMALL, Rlbench, alive, by_key
 import rlbench.engines
 import rlbench.ops
 import rlbench.scenarios
-from rlbench.run.process import command
+from rlbench.run.process import WorkerProcess, command, run_module
 
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 PACKAGES = (rlbench.engines, rlbench.ops, rlbench.scenarios)
@@ -168,6 +168,52 @@ def test_an_interpreter_without_torch_says_so(version: str) -> None:
     facts = json.loads(done.stdout.splitlines()[-1])
     assert "torch" in facts["no_torch"]
     assert facts["python"].startswith(f"{version}.")
+
+
+ENGINE_THAT_LOOKS_ROUND = """
+import platform
+from rlbench.engines._engine import Engine
+from rlbench.errors import Unsupported
+
+def load_attention(options, device):
+    import looked_for
+    raise Unsupported(f"{looked_for.NAME} under {platform.python_version()}")
+
+ENGINE = Engine(
+    summary="", distribution="looked-for", modules=("torch", "looked_for"), install="",
+    load={"attention": load_attention}, devices=("cpu",),
+)
+"""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_serves_as_a_worker(version: str, tmp_path: Path) -> None:
+    python, site = interpreters.bare(tmp_path / "environment", _interpreter(version))
+    interpreters.package(site, "torch", "9.0", torch=interpreters.TORCH)
+    interpreters.package(site, "looked-for", "2.0", looked_for="NAME = 'found'")
+    engine = tmp_path / "rlbench_looks_round.py"
+    engine.write_text(ENGINE_THAT_LOOKS_ROUND)
+    question = json.dumps({"looks-round": [engine.stem, str(engine)]})
+    asked = ("rlbench.run.inspect_environment", "auto", question)
+    facts = json.loads(run_module(python, *asked, timeout_s=60.0).splitlines()[-1])
+    assert facts["python"].startswith(f"{version}.")
+    assert facts["packages"] == {"looked-for": "2.0", "torch": "9.0"}
+    assert facts["why_not"] == {"looks-round": None}
+
+    source = {"name": "looks-round", "module": engine.stem, "file": str(engine), "options": {}}
+    set_up = {"engine": source, "op": "attention", "device": "cpu", "preset": "smoke"}
+    worker = WorkerProcess(python, set_up)
+    worker.channel.send({"do": "import"})
+    assert worker.channel.receive(60.0) == {"is": "imported"}
+    case = {"name": "tiny", "dtype": "bf16"}
+    worker.channel.send({"do": "measure", "case": case, "scenario": "batch", "passes": []})
+    answer = worker.channel.receive(60.0)
+    worker.close()
+    assert answer is not None
+    assert (answer["status"], answer["reason"]) == (
+        "unsupported",
+        f"found under {facts['python']}",
+    )
 
 
 def test_the_running_interpreter_is_among_the_versions_tested() -> None:

@@ -1,0 +1,1 @@
+"""Environments for engines: which packages were tested together, building one, listing it."""
