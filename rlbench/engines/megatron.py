@@ -8,7 +8,6 @@ keys; fewer queries get a bottom-right aligned one handed to them. Scores are ma
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from rlbench.engines._engine import Engine
@@ -57,25 +56,16 @@ def load_attention(options: Mapping[str, str], device: str) -> Kernel:
             for q_len, k_len in lengths
             if call.causal and 1 < q_len < k_len
         }
-        spans = list(
-            zip(
-                pairwise(accumulate(call.q_lens, initial=0)),
-                pairwise(accumulate(call.k_lens, initial=0)),
-                strict=True,
-            )
-        )
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            rows = [
-                module(
-                    q[q_start:q_stop, None],
-                    k[k_start:k_stop, None],
-                    v[k_start:k_stop, None],
-                    masks.get((q_stop - q_start, k_stop - k_start)),
-                ).view(-1, *q.shape[1:])
-                for (q_start, q_stop), (k_start, k_stop) in spans
-            ]
+            # Split, not sliced: the backward of a slice fills a tensor of the whole size.
             padding = q.shape[0] - sum(call.q_lens)
+            *q_parts, _ = torch.split(q[:, None], [*call.q_lens, padding])
+            k_parts, v_parts = (torch.split(t[:, None], list(call.k_lens)) for t in (k, v))
+            rows = [
+                module(*qkv, masks.get(length)).view(-1, *q.shape[1:])
+                for *qkv, length in zip(q_parts, k_parts, v_parts, lengths, strict=True)
+            ]
             return torch.cat([*rows, q.new_zeros(padding, *q.shape[1:])])
 
         return attend

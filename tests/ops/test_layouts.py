@@ -253,3 +253,15 @@ def test_dense_results_go_back_to_their_rows_and_padding_stays_zero() -> None:
     assert torch.equal(out[:13], call.q[:13])
     assert out[13:].tolist() == torch.zeros(3, 2, 4).tolist()
     assert batches == [2, 2, 1]
+
+
+def test_equally_long_sequences_are_handed_over_without_a_copy() -> None:
+    call = pack([sequence(i, 4) for i in range(3)], 1.0)
+
+    def echo(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        assert q.shape == (3, 2, 4, 4)
+        assert q.data_ptr() == call.q.data_ptr()
+        assert v.data_ptr() == call.v.data_ptr()
+        return q
+
+    assert torch.equal(attend_packed(call, call.q, call.k, call.v, echo), call.q)

@@ -54,19 +54,46 @@ def gather(packed: torch.Tensor, starts: tuple[int, ...], length: int) -> torch.
 def attend_packed(
     call: PackedPrefill, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attend: Attend
 ) -> torch.Tensor:
-    """Run `attend` over a packed call's groups; [total_q, q_heads, dim], padding rows zero."""
-    pieces: list[torch.Tensor | None] = [None] * len(call.q_lens)
-    for group in groups(call.q_lens, call.k_lens):
-        out = attend(
-            gather(q, group.q_starts, group.q_len),
-            gather(k, group.k_starts, group.k_len),
-            gather(v, group.k_starts, group.k_len),
-        ).transpose(1, 2)
-        for row, member in enumerate(group.members):
-            pieces[member] = out[row]
-    joined = torch.cat([piece for piece in pieces if piece is not None])
+    """Run `attend` over a packed call's groups; [total_q, q_heads, dim], padding rows zero.
+
+    Sequences that are all equally long are a dense batch already and are not copied. The others
+    are split off, not sliced: the backward of a slice fills a tensor of the whole size.
+    """
+    found = groups(call.q_lens, call.k_lens)
+    if len(found) == 1:
+        joined = _attend_all(found[0], q, k, v, attend)
+    else:
+        joined = _attend_groups(call, found, (q, k, v), attend)
     padding = q.shape[0] - joined.shape[0]
     return torch.cat([joined, joined.new_zeros(padding, *joined.shape[1:])]) if padding else joined
+
+
+def _attend_all(
+    group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attend: Attend
+) -> torch.Tensor:
+    n = len(group.members)
+    out = attend(_batch(q, n, group.q_len), _batch(k, n, group.k_len), _batch(v, n, group.k_len))
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _batch(packed: torch.Tensor, n: int, length: int) -> torch.Tensor:
+    """[total, heads, dim] -> [n, heads, length, dim], a view."""
+    used = packed if packed.shape[0] == n * length else packed[: n * length]
+    return used.view(n, length, *packed.shape[1:]).transpose(1, 2)
+
+
+def _attend_groups(
+    call: PackedPrefill, found: list[Group], qkv: tuple[torch.Tensor, ...], attend: Attend
+) -> torch.Tensor:
+    q, k, v = (
+        torch.split(packed, [*lengths, packed.shape[0] - sum(lengths)])
+        for packed, lengths in zip(qkv, (call.q_lens, call.k_lens, call.k_lens), strict=True)
+    )
+    pieces: dict[int, torch.Tensor] = {}
+    for group in found:
+        batch = (torch.stack([t[i] for i in group.members]).transpose(1, 2) for t in (q, k, v))
+        pieces.update(zip(group.members, attend(*batch).transpose(1, 2).unbind(), strict=True))
+    return torch.cat([pieces[i] for i in range(len(call.q_lens))])
 
 
 def attend_paged(call: PagedPrefill, attend: Attend) -> torch.Tensor:
