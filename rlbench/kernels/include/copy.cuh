@@ -27,6 +27,17 @@ __device__ __forceinline__ void copy_async(unsigned shared, const void* global, 
                : "memory");
 }
 
+// Closes a group of copies: those that this thread started since the last group.
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until all but the last kPending groups of this thread have landed.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // Waits until every copy that this thread started has landed. Other threads see it after a barrier.
 __device__ __forceinline__ void copy_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");

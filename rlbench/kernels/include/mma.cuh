@@ -28,6 +28,14 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&out)[4], uns
                : "memory");
 }
 
+// As above for two matrices; lane 8 i + r, i < 2, names the address of row r of matrix i.
+__device__ __forceinline__ void load_two_transposed(unsigned (&out)[2], unsigned shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(out[0]), "=r"(out[1])
+               : "r"(shared)
+               : "memory");
+}
+
 // acc += A B with one k16 step; b0 and b1 are B's two registers.
 template <class Element>
 __device__ __forceinline__ void mma_m16n8k16(float (&acc)[4], const unsigned (&a)[4], unsigned b0,

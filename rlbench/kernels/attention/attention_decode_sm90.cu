@@ -1,0 +1,457 @@
+// Attention for one query a sequence, on Hopper: many blocks for each sequence, the bits of
+// attention_generic.cu, whose head defines the result.
+//
+// Splits alone do not fill the GPU without becoming so short that a prefill would have to merge all
+// the time. So a split is shared by a cluster of kRanks thread blocks in a way that leaves every
+// sum alone:
+//
+//   1. Scores. A score is a sum over the head dim and depends on no other key, so the ranks take
+//      the split's key blocks in turn. Keys are the rows of the tensor core's tile and the heads of
+//      a KV group its 8 columns, which is S transposed: the same products in the same order.
+//   2. Maxima. The largest score of each block goes to all ranks. Each of them then knows the
+//      running maximum at every block, and so what every weight is relative to.
+//   3. Weights. Each rank makes those of its own keys and sends them to all ranks, and their sums
+//      by pairs to the rank that adds them up, in the definition's order.
+//   4. Values. A column of the output depends on no other column, so each rank takes kColumns of
+//      them and walks over all blocks of the split, ascending. Its slice of V has been on its way
+//      to shared memory since the beginning.
+//
+// The splits' parts are merged by attention_combine.cu, unless there is only one split.
+//
+// Schedule: kKeyWarps warps do 1 to 3, each with a ring of its own for 16 keys x 64 dims; one value
+// warp for every 16 columns does 4, with a ring of its own for whole key blocks.
+
+#include "cluster.cuh"
+#include "copy.cuh"
+#include "definition.cuh"
+#include "mma.cuh"
+#include "numeric.cuh"
+
+// The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), SHARED_BYTES
+// (what the launch reserves), KERNEL_NAME.
+
+using namespace rlbench;
+
+constexpr unsigned kFullWarp = 0xffffffffu;
+constexpr int kHeadDim = HEAD_DIM;
+constexpr int kBlockKeys = kBlockKeysOf<kHeadDim>;
+constexpr int kSplitBlocks = kSplitBlocksOf<kHeadDim>;
+constexpr int kSplitKeys = kSplitBlocks * kBlockKeys;
+constexpr bool kPaged = PAGED != 0;
+using Element = ELEMENT;
+
+constexpr int kHeads = 8;                        // query heads of a tile: the n of m16n8k16
+constexpr int kRanks = kHeadDim == 64 ? 4 : 8;   // thread blocks of a cluster
+constexpr int kColumns = kHeadDim / kRanks;      // of the output, for one rank
+constexpr int kValueWarps = kColumns / 16;
+constexpr int kKeyWarps = 8;
+constexpr int kWarps = kValueWarps + kKeyWarps;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kSteps = kBlockKeys / 16;          // k16 steps, or 16-key tiles, of a block
+constexpr int kRankBlocks = (kSplitBlocks + kRanks - 1) / kRanks;
+constexpr int kRankTiles = kRankBlocks * kSteps;
+constexpr int kWarpTiles = (kRankTiles + kKeyWarps - 1) / kKeyWarps;
+constexpr int kUnits = kHeadDim / 64;            // of 64 dims, in which a tile is copied
+constexpr int kUnitBytes = 16 * 128;
+constexpr int kKeyStages = kHeadDim == 64 ? 2 : 3;
+constexpr int kValueBlocks = kHeadDim == 256 ? 5 : 6;  // of a value warp's ring
+constexpr int kValueBytes = kBlockKeys * 32;           // 16 columns of a block
+constexpr int kKeySlots = (kBlockKeys + 31) / 32;      // keys of a block for each lane
+constexpr int kOwnHeads = kHeads / kRanks;             // whose weights one rank adds up
+constexpr int kPairs = kSplitKeys / 2;
+
+// Shared memory, in bytes from its beginning.
+constexpr int kKeyRing = 0;
+constexpr int kValueRing = kKeyRing + kKeyWarps * kKeyStages * kUnitBytes;
+constexpr int kWeights = kValueRing + kValueWarps * kValueBlocks * kValueBytes;  // [key][head]
+constexpr int kPairSums = kWeights + kSplitKeys * kHeads * 2;   // [own head][pair], float
+constexpr int kTileMax = kPairSums + kOwnHeads * kPairs * 4;    // [own tile][head], float
+constexpr int kBlockMax = kTileMax + kRankTiles * kHeads * 4;   // [block][head], float
+constexpr int kRescale = kBlockMax + kSplitBlocks * kHeads * 4;
+constexpr int kScaled = kRescale + kSplitBlocks * kHeads * 4;
+constexpr int kInverse = kScaled + kSplitBlocks * kHeads * 4;   // [head], float
+constexpr int kFinalMax = kInverse + kHeads * 4;
+constexpr int kSharedBytes = kFinalMax + kHeads * 4;
+
+static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
+static_assert(kColumns % 16 == 0 && kHeads % kRanks == 0, "ranks share columns and heads evenly");
+
+struct Strides {  // in elements
+  long long page, row, head;
+};
+
+// Where a sequence's keys lie.
+struct Keys {
+  const int* table;     // this sequence's row of the block table (paged)
+  unsigned page_size;   // (paged)
+  long long first_row;  // of the sequence in the packed tensor (contiguous)
+
+  // The page of a key, to be asked for ahead of time; 0 where there is nothing to ask.
+  __device__ __forceinline__ int page(int key, bool present) const {
+    if constexpr (kPaged) {
+      return present ? table[static_cast<unsigned>(key) / page_size] : 0;
+    }
+    return 0;
+  }
+
+  // A key's offset from its head's first element, its page being known.
+  __device__ __forceinline__ long long offset(int key, int page, const Strides& strides) const {
+    if constexpr (kPaged) {
+      return page * strides.page + static_cast<unsigned>(key) % page_size * strides.row;
+    }
+    return (first_row + key) * strides.row;
+  }
+};
+
+__device__ __forceinline__ float& shared_float(unsigned char* memory, int begin, int index) {
+  return reinterpret_cast<float*>(memory + begin)[index];
+}
+
+// Every parameter is 8 bytes wide, so that the host passes plain integers and floats.
+extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThreads, 2)
+    KERNEL_NAME(const unsigned short* __restrict__ q,   // [total_q, group * kv_heads, kHeadDim]
+                const unsigned short* __restrict__ k,   // [total_k, kv_heads, kHeadDim] or
+                const unsigned short* __restrict__ v,   //   [pages, page_size, kv_heads, kHeadDim]
+                unsigned short* __restrict__ out,       // like q; not written if partial is there
+                float* __restrict__ lse,                // [total_q, group * kv_heads] or null
+                float* __restrict__ partial,            // [sequences, splits, heads, kHeadDim] or
+                float* __restrict__ stats,              //   null; [sequences, splits, heads, 5]
+                const int* __restrict__ cu_seqlens_q,   // [sequences + 1]
+                const int* __restrict__ lengths_k,      // cu_seqlens_k, or seqused_k [sequences]
+                const int* __restrict__ block_table,    // [sequences, table_stride] or null
+                long long q_row_stride, long long q_head_stride, long long k_page_stride,
+                long long k_row_stride, long long k_head_stride, long long v_page_stride,
+                long long v_row_stride, long long v_head_stride, long long out_row_stride,
+                long long out_head_stride, long long table_stride, long long page_size_arg,
+                long long kv_heads_arg, long long group_arg, long long sequences_arg,
+                long long splits_arg, double scale_arg, double scale_log2_arg) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  const unsigned base = shared_address(memory);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % 32;
+  // Through a shuffle, so that the compiler knows it to be the same in all lanes.
+  const int warp = __shfl_sync(kFullWarp, thread / 32, 0);
+  const int rank = static_cast<int>(cluster_rank());
+  const int g = lane / 4;  // fragment coordinates, as in mma.cuh
+  const int c = lane % 4;
+
+  // Which split of which sequence for which heads. Later splits are absent more often: they start
+  // last.
+  const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
+  const unsigned group = static_cast<unsigned>(group_arg);
+  const unsigned head_tiles = (group + kHeads - 1) / kHeads;
+  unsigned place = blockIdx.x / kRanks;
+  const unsigned head_tile = place % head_tiles;
+  place /= head_tiles;
+  const unsigned kv_head = place % kv_heads;
+  place /= kv_heads;
+  const unsigned sequence = place % static_cast<unsigned>(sequences_arg);
+  const unsigned split = place / static_cast<unsigned>(sequences_arg);
+
+  const int q_row = cu_seqlens_q[sequence];
+  if (cu_seqlens_q[sequence + 1] == q_row) return;
+  const int k_begin = kPaged ? 0 : lengths_k[sequence];
+  const int k_length = kPaged ? lengths_k[sequence] : lengths_k[sequence + 1] - k_begin;
+  const int split_begin = static_cast<int>(split) * kSplitKeys;
+  if (split > 0 && split_begin >= k_length) return;
+  const int count = k_length - split_begin < kSplitKeys ? k_length - split_begin : kSplitKeys;
+  const int blocks = (count + kBlockKeys - 1) / kBlockKeys;
+
+  cluster_arrive();
+  const unsigned first_head = kv_head * group + head_tile * kHeads;
+  const unsigned heads = group - head_tile * kHeads < kHeads ? group - head_tile * kHeads : kHeads;
+  const float scale_log2 = static_cast<float>(scale_log2_arg);
+  Keys keys;
+  keys.table = kPaged ? block_table + sequence * table_stride : nullptr;
+  keys.page_size = static_cast<unsigned>(page_size_arg);
+  keys.first_row = k_begin;
+
+  // --- 4, begun: a value warp's first blocks of V ----------------------------------------------
+  const bool is_value_warp = warp < kValueWarps;
+  const Strides v_strides = {v_page_stride, v_row_stride, v_head_stride};
+  const int first_column = rank * kColumns + warp * 16;
+  const unsigned short* v_columns =
+      v + kv_head * v_strides.head + first_column + lane % 2 * 8;
+  const unsigned v_ring = base + kValueRing + warp * kValueBlocks * kValueBytes;
+  int pages[kKeySlots];  // of the next block to be copied; lane t has the keys t, t + 32, ...
+  const auto find_values = [&](int block) {
+#pragma unroll
+    for (int s = 0; s < kKeySlots; ++s) {
+      const int key = block * kBlockKeys + s * 32 + lane;
+      pages[s] = keys.page(split_begin + key, s * 32 + lane < kBlockKeys && key < count);
+    }
+  };
+  // Starts copying a block, zeros for absent keys, and looks up the next one.
+  const auto copy_values = [&](int block) {
+    if (block < blocks) {
+      const unsigned slot = v_ring + block % kValueBlocks * kValueBytes;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int row = step * 16 + lane / 2;
+        const int key = block * kBlockKeys + row;
+        const int page = __shfl_sync(kFullWarp, pages[step / 2], row % 32);
+        const bool present = key < count;
+        const unsigned short* source =
+            present ? v_columns + keys.offset(split_begin + key, page, v_strides) : v_columns;
+        copy_async(slot + row * 32 + (lane % 2 ^ row / 4 % 2) * 16, source, present);
+      }
+      find_values(block + 1);
+    }
+    copy_async_commit();
+  };
+  if (is_value_warp) {
+    find_values(0);
+    for (int block = 0; block < kValueBlocks; ++block) copy_values(block);
+  }
+
+  // --- 1: scores ---------------------------------------------------------------------------------
+  // Key warp w has the rank's tiles w, w + kKeyWarps, ...; tile t is step t % kSteps of the rank's
+  // block t / kSteps, which is the split's block rank + kRanks * (t / kSteps).
+  const int key_warp = warp - kValueWarps;
+  const auto tile_of = [&](int i) { return key_warp + kKeyWarps * i; };
+  const auto block_of = [&](int i) { return rank + kRanks * (tile_of(i) / kSteps); };
+  const auto first_key_of = [&](int i) {
+    return block_of(i) * kBlockKeys + tile_of(i) % kSteps * 16;
+  };
+  float scores[kWarpTiles][4] = {};
+  if (!is_value_warp) {
+    unsigned q_fragments[kHeadDim / 16][2];
+    const unsigned short* q_head =
+        q + q_row * q_row_stride + (first_head + g) * q_head_stride + 2 * c;
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; ++d) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        q_fragments[d][half] =
+            g < static_cast<int>(heads)
+                ? *reinterpret_cast<const unsigned*>(q_head + 16 * d + 8 * half)
+                : 0u;
+      }
+    }
+
+    const Strides k_strides = {k_page_stride, k_row_stride, k_head_stride};
+    const unsigned short* k_chunks = k + kv_head * k_strides.head + lane % 8 * 8;
+    const unsigned k_ring = base + kKeyRing + key_warp * kKeyStages * kUnitBytes;
+    long long tile_offset = 0;  // of the tile that is being copied; lane r has its key r
+    const auto copy_keys = [&](int n) {
+      const int i = n / kUnits;
+      const int unit = n % kUnits;
+      if (i < kWarpTiles && first_key_of(i) < count) {
+        if (unit == 0) {
+          const int key = first_key_of(i) + lane % 16;
+          const bool present = key < count;
+          const int page = keys.page(split_begin + key, present);
+          tile_offset = present ? keys.offset(split_begin + key, page, k_strides) : 0;
+        }
+        const unsigned slot = k_ring + n % kKeyStages * kUnitBytes;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int row = j * 4 + lane / 8;
+          const long long offset = __shfl_sync(kFullWarp, tile_offset, row);
+          const bool present = first_key_of(i) + row < count;
+          const unsigned short* source = present ? k_chunks + offset + unit * 64 : k_chunks;
+          copy_async(slot + swizzled_offset<128>(row, lane % 8), source, present);
+        }
+      }
+      copy_async_commit();
+    };
+#pragma unroll
+    for (int n = 0; n < kKeyStages; ++n) copy_keys(n);
+#pragma unroll
+    for (int n = 0; n < kWarpTiles * kUnits; ++n) {
+      const int i = n / kUnits;
+      copy_async_wait<kKeyStages - 1>();
+      __syncwarp();
+      if (first_key_of(i) < count) {
+        const unsigned slot = k_ring + n % kKeyStages * kUnitBytes;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          unsigned a[4];
+          load_matrices(a, slot + swizzled_offset<128>(lane % 16, 2 * j + lane / 16));
+          const unsigned(&b)[2] = q_fragments[n % kUnits * 4 + j];
+          mma_m16n8k16<Element>(scores[i], a, b[0], b[1]);
+        }
+      }
+      __syncwarp();
+      copy_keys(n + kKeyStages);
+    }
+
+#pragma unroll
+    for (int i = 0; i < kWarpTiles; ++i) {
+      float largest[2];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (first_key_of(i) + g + e / 2 * 8 >= count) scores[i][e] = -kInfinity;
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        largest[h] = fmaxf(scores[i][h], scores[i][h + 2]);
+#pragma unroll
+        for (int other = 4; other < 32; other *= 2) {
+          largest[h] = fmaxf(largest[h], __shfl_xor_sync(kFullWarp, largest[h], other));
+        }
+        if (g == 0 && tile_of(i) < kRankTiles) {
+          shared_float(memory, kTileMax, tile_of(i) * kHeads + 2 * c + h) = largest[h];
+        }
+      }
+    }
+  }
+  __syncthreads();
+
+  // --- 2: maxima ---------------------------------------------------------------------------------
+  cluster_wait();  // for the others to have begun: before that they have no shared memory
+  for (int item = thread; item < kRanks * kRankBlocks * kHeads; item += kThreads) {
+    const int head = item % kHeads;
+    const int own = item / kHeads % kRankBlocks;
+    const int block = rank + kRanks * own;
+    if (block < blocks) {
+      float largest = -kInfinity;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        largest = fmaxf(largest,
+                        shared_float(memory, kTileMax, (own * kSteps + step) * kHeads + head));
+      }
+      const unsigned there = shared_of(base + kBlockMax + (block * kHeads + head) * 4,
+                                       static_cast<unsigned>(item / kHeads / kRankBlocks));
+      store_remote(there, largest);
+    }
+  }
+  cluster_sync();
+  for (int item = thread; item < blocks * kHeads; item += kThreads) {
+    const int head = item % kHeads;
+    const int block = item / kHeads;
+    float before = -kInfinity;
+    for (int b = 0; b < block; ++b) {
+      before = fmaxf(before, shared_float(memory, kBlockMax, b * kHeads + head));
+    }
+    const float largest = fmaxf(before, shared_float(memory, kBlockMax, item));
+    const float reference = largest == -kInfinity ? 0.0f : largest;
+    shared_float(memory, kRescale, item) =
+        exp2_approx(__fmul_rn(__fsub_rn(before, reference), scale_log2));
+    shared_float(memory, kScaled, item) = __fmul_rn(reference, scale_log2);
+    if (block == blocks - 1) shared_float(memory, kFinalMax, head) = largest;
+  }
+  if (blocks == 0 && thread < kHeads) shared_float(memory, kFinalMax, thread) = -kInfinity;
+  __syncthreads();
+
+  // --- 3: weights --------------------------------------------------------------------------------
+  if (!is_value_warp) {
+#pragma unroll
+    for (int i = 0; i < kWarpTiles; ++i) {
+      const int block = block_of(i);
+      if (tile_of(i) < kRankTiles && block < blocks) {
+        const float scaled[2] = {shared_float(memory, kScaled, block * kHeads + 2 * c),
+                                 shared_float(memory, kScaled, block * kHeads + 2 * c + 1)};
+        float pair[2][2];  // [keys g, keys g + 8][head]
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          scores[i][e] = exp2_approx(__fmaf_rn(scores[i][e], scale_log2, -scaled[e % 2]));
+          // Keys 2q and 2q + 1 are in lanes whose g differ in the last bit.
+          const float other = __shfl_xor_sync(kFullWarp, scores[i][e], 4);
+          pair[e / 2][e % 2] = __fadd_rn(scores[i][e], other);
+        }
+        const unsigned there = base + kWeights + (first_key_of(i) + g) * (kHeads * 2) + c * 4;
+        const unsigned packed[2] = {Element::pack(scores[i][0], scores[i][1]),
+                                    Element::pack(scores[i][2], scores[i][3])};
+        for (unsigned r = 0; r < kRanks; ++r) {
+          const unsigned remote = shared_of(there, r);
+          store_remote(remote, packed[0]);
+          store_remote(remote + 8 * kHeads * 2, packed[1]);
+        }
+        // Of the two lanes that have a pair, the even one sends head 2c's, the odd one the other's.
+        const int head = 2 * c + g % 2;
+        const int first_pair = (first_key_of(i) / 8) * 4 + g / 2;
+        const unsigned sums = shared_of(
+            base + kPairSums + (head / kRanks * kPairs + first_pair) * 4,
+            static_cast<unsigned>(head % kRanks));
+        store_remote(sums, g % 2 == 0 ? pair[0][0] : pair[0][1]);
+        store_remote(sums + 16, g % 2 == 0 ? pair[1][0] : pair[1][1]);
+      }
+    }
+  }
+  cluster_sync();
+
+  // --- 3, ended: the last key warp adds up the weights of this rank's heads ----------------------
+  const long long all_heads = static_cast<long long>(kv_heads) * group;
+  const long long part = static_cast<long long>(sequence) * splits_arg + split;
+  if (warp == kWarps - 1) {
+    const int own = lane / 4 % kOwnHeads;
+    const int head = own * kRanks + rank;
+    float sum = 0.0f;
+    for (int block = 0; block < blocks; ++block) {
+      sum = __fmul_rn(sum, shared_float(memory, kRescale, block * kHeads + head));
+#pragma unroll
+      for (int t = 0; t < kBlockKeys / 8; ++t) {
+        const int pair = (block * (kBlockKeys / 8) + t) * 4 + c;
+        sum = __fadd_rn(sum, shared_float(memory, kPairSums, own * kPairs + pair));
+      }
+    }
+    const float largest = shared_float(memory, kFinalMax, head);
+    const bool present = lane < 4 * kOwnHeads && head < static_cast<int>(heads);
+    if (partial != nullptr) {
+      float* mine = stats + (part * all_heads + first_head + head) * 5;
+      if (present) {
+        mine[1 + c] = sum;
+        if (c == 0) mine[0] = largest;
+      }
+    } else {
+      const float two = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, 1));
+      const float total = __fadd_rn(two, __shfl_xor_sync(kFullWarp, two, 2));
+      const float inverse = total == 0.0f ? 0.0f : __frcp_rn(total);
+      // The four lanes of a head send it to all ranks.
+      if (lane < 4 * kOwnHeads) {
+        for (unsigned r = static_cast<unsigned>(c); r < kRanks; r += 4) {
+          store_remote(shared_of(base + kInverse + head * 4, r), inverse);
+        }
+      }
+      if (present && c == 0 && lse != nullptr) {
+        lse[q_row * all_heads + first_head + head] =
+            total == 0.0f ? -kInfinity
+                          : __fmaf_rn(largest, static_cast<float>(scale_arg),
+                                      __fmul_rn(log2_approx(total), kLn2));
+      }
+    }
+  }
+
+  // --- 4: values ---------------------------------------------------------------------------------
+  float acc[4] = {};  // [columns g, g + 8][heads 2c, 2c + 1]
+  if (is_value_warp) {
+    for (int block = 0; block < blocks; ++block) {
+      copy_async_wait<kValueBlocks - 1>();
+      __syncwarp();
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        acc[e] = __fmul_rn(acc[e],
+                           shared_float(memory, kRescale, block * kHeads + 2 * c + e % 2));
+      }
+      const unsigned slot = v_ring + block % kValueBlocks * kValueBytes;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        unsigned a[4], b[2];
+        const int row = step * 16 + lane % 8 + lane / 16 * 8;
+        load_matrices_transposed(a, slot + row * 32 + (lane / 8 % 2 ^ row / 4 % 2) * 16);
+        const int key = block * kBlockKeys + step * 16 + lane % 16;
+        load_two_transposed(b, base + kWeights + key * (kHeads * 2));
+        mma_m16n8k16<Element>(acc, a, b[0], b[1]);
+      }
+      __syncwarp();
+      copy_values(block + kValueBlocks);
+    }
+  }
+  if (partial == nullptr) cluster_sync();  // for the inverses
+  if (!is_value_warp) return;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const int head = 2 * c + e % 2;
+    const int column = first_column + g + e / 2 * 8;
+    if (head < static_cast<int>(heads)) {
+      if (partial != nullptr) {
+        partial[(part * all_heads + first_head + head) * kHeadDim + column] = acc[e];
+      } else {
+        const float value = __fmaf_rn(acc[e], shared_float(memory, kInverse, head), 0.0f);
+        out[q_row * out_row_stride + (first_head + head) * out_head_stride + column] =
+            static_cast<unsigned short>(Element::pack(value, 0.0f));
+      }
+    }
+  }
+}
