@@ -7,7 +7,6 @@ written shows; unused page slots and rows past the end hold NaN, so that a row t
 from __future__ import annotations
 
 import math
-import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -22,7 +21,7 @@ if torch.cuda.get_device_capability() < (8, 0):
     pytest.skip("needs compute capability 8.0 or newer", allow_module_level=True)
 
 from rlbench.kernels import jit
-from rlbench.kernels.attention import SOURCE, Variant, attention
+from rlbench.kernels.attention import Variant, attention, generic, operator
 
 DEVICE = torch.device("cuda")
 NAN = float("nan")
@@ -369,12 +368,11 @@ def test_half_tiles_have_the_same_bits(
     generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPUs with little shared memory take 32 rows at head dim 256: the height of a tile is free."""
-    module = sys.modules[Variant.__module__]
     sequences = [make(n, n + 50, (8, 2, 256), torch.bfloat16, generator) for n in (1, 333)]
     want = [*run(sequences), *run_paged(sequences, 16, generator)]
-    monkeypatch.setattr(module, "_loaded", {})
-    monkeypatch.setattr(module, "_plans", {})
-    monkeypatch.setattr(module, "Variant", lambda d, e, p, tile_rows=32: Variant(d, e, p, 32))
+    monkeypatch.setattr(generic, "_loaded", {})
+    monkeypatch.setattr(operator, "_plans", {})
+    monkeypatch.setattr(generic, "Variant", lambda d, e, p, tile_rows=32: Variant(d, e, p, 32))
     got = [*run(sequences), *run_paged(sequences, 16, generator)]
     for left, right in zip(got, want, strict=True):
         assert same_bits(left.out, right.out)
@@ -510,5 +508,5 @@ def test_kernel_on_this_device_does_not_spill() -> None:
     major, minor = torch.cuda.get_device_capability()
     arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
     variant = Variant(256, "Bf16", paged=True)
-    usage = jit.compile_cubin(SOURCE, arch=arch, defines=variant.defines).usage()
+    usage = jit.compile_cubin(variant.source, arch=arch, defines=variant.defines).usage()
     assert usage.spill_store_bytes == usage.spill_load_bytes == usage.stack_bytes == 0

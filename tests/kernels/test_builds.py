@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rlbench.kernels import jit
-from rlbench.kernels.attention import SOURCE, Variant, variants
+from rlbench.kernels.attention import Variant, variants
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arch", "variant"), BUILDS, ids=[f"{arch}-{variant.kernel}" for arch, variant in BUILDS]
 )
 def test_builds_without_spills(arch: str, variant: Variant) -> None:
-    cubin = jit.compile_cubin(SOURCE, arch=arch, defines=variant.defines)
+    cubin = jit.compile_cubin(variant.source, arch=arch, defines=variant.defines)
     usage = cubin.usage()
     assert (usage.spill_store_bytes, usage.spill_load_bytes) == (0, 0), cubin.log
     assert usage.stack_bytes == 0, cubin.log

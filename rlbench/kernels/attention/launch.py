@@ -1,0 +1,88 @@
+"""The way to the GPU that every source shares: loaded builds, planned launches, torch's streams."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from rlbench.kernels import jit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from cuda.core import Device, Kernel, LaunchConfig, Stream
+
+KEPT = 4096  # of plans and streams; more are forgotten all at once
+
+
+class Build(Protocol):
+    """One build of one source."""
+
+    @property
+    def source(self) -> str:
+        """The source's path, as `jit.load` takes it."""
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's name, as a profiler shows it."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+
+    @property
+    def defines(self) -> Mapping[str, str | int]:
+        """The macros that the source takes."""
+
+
+class Plan(NamedTuple):
+    """A checked call without its pointers; `launch` is None where there is nothing to compute."""
+
+    device: int
+    kernel: Kernel | None
+    config: LaunchConfig | None
+    launch: Callable[..., None] | None
+    numbers: tuple[int | float, ...]
+    """The kernel's parameters that follow the pointers."""
+
+
+def load(build: Build, machine: Device) -> Kernel:
+    """The build's kernel, ready to launch on `machine`; compiled on first use.
+
+    Raises:
+        KernelBuildError: it cannot be compiled or loaded, or takes more shared memory than there is.
+    """
+    from cuda.bindings import driver
+
+    machine.set_current()  # the primary context, which is torch's
+    major, minor = machine.compute_capability
+    arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    kernel = jit.load(build.source, arch=arch, defines=build.defines, kernel=build.kernel)
+    (status,) = driver.cuKernelSetAttribute(
+        driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+        build.shared_bytes,
+        kernel.handle,
+        machine.device_id,
+    )
+    if int(status) != 0:
+        raise jit.KernelBuildError(
+            f"kernel {build.kernel} for {arch}: cannot reserve {build.shared_bytes} bytes of "
+            f"shared memory: {status}"
+        )
+    return kernel
+
+
+_streams: dict[int, Stream] = {}
+
+
+def stream_of(handle: int) -> Stream:
+    """Torch's stream of that handle, as `cuda.core.launch` takes it."""
+    found = _streams.get(handle)
+    if found is None:
+        from cuda.core import LEGACY_DEFAULT_STREAM, Stream
+
+        if len(_streams) >= KEPT:
+            _streams.clear()
+        # Torch's default stream has the handle 0, which is the legacy one.
+        found = LEGACY_DEFAULT_STREAM if handle == 0 else Stream.from_handle(handle)
+        _streams[handle] = found
+    return found
