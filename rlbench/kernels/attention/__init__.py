@@ -7,15 +7,27 @@ beside the `.cu` source that it needs (`generic.py`: builds and launch arguments
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 
-from rlbench.kernels.attention.generic import HEAD_DIMS, SOURCE, Variant, variants
+from rlbench.kernels.attention import decode, generic
+from rlbench.kernels.attention.generic import HEAD_DIMS, Variant, split_keys
 from rlbench.kernels.attention.operator import attention_forward
 
-__all__ = ["HEAD_DIMS", "SOURCE", "Variant", "attention", "variants"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rlbench.kernels.attention.launch import Build
+
+__all__ = ["HEAD_DIMS", "Variant", "attention", "builds"]
+
+
+def builds() -> Iterator[Build]:
+    """Every build that a call can ask for."""
+    yield from generic.variants()
+    yield from decode.variants()
 
 
 @overload
@@ -94,7 +106,10 @@ def attention(
         cu_seqlens_k: `[sequences + 1]`, int32: the same for packed keys.
         max_seqlen_q: no sequence has more queries; later ones of a longer sequence would be left
             out. It decides only how many blocks start.
-        max_seqlen_k: taken for the sake of callers that have it; nothing depends on it.
+        max_seqlen_k: no sequence has more keys; the most that the shapes allow unless given. It
+            decides only how many blocks start and how much scratch memory they get. Rows of a
+            sequence that has more keys, beyond the split (2048 keys, or 2000 at head dim 256) that
+            it ends in, may become NaN.
         block_table: `[sequences, max_pages]`, int32: the pages of each sequence in order. Entries
             beyond a sequence's last page are never read; the others must name pages of k.
         seqused_k: `[sequences]`, int32: with `block_table`, the number of keys of each sequence.
@@ -142,7 +157,16 @@ def attention(
         block_table,
         seqused_k,
         max_seqlen_q,
+        _splits(k, block_table, max_seqlen_k),
         causal,
         softmax_scale,
     )
     return out if lse is None else (out, lse)
+
+
+def _splits(k: Tensor, block_table: Tensor | None, max_seqlen_k: int | None) -> int:
+    """No sequence has keys in more splits. Not the lengths: those change at every decode step."""
+    most = k.shape[0] if block_table is None else block_table.shape[-1] * k.shape[1]
+    if max_seqlen_k is not None:
+        most = min(most, max_seqlen_k)
+    return max(1, -(-most // split_keys(k.shape[-1])))

@@ -112,10 +112,11 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     KERNEL_NAME(const unsigned short* __restrict__ q,   // [total_q, group * kv_heads, kHeadDim]
                 const unsigned short* __restrict__ k,   // [total_k, kv_heads, kHeadDim] or
                 const unsigned short* __restrict__ v,   //   [pages, page_size, kv_heads, kHeadDim]
-                unsigned short* __restrict__ out,       // like q; not written if partial is there
+                unsigned short* __restrict__ out,       // like q; not written if work is there
                 float* __restrict__ lse,                // [total_q, group * kv_heads] or null
-                float* __restrict__ partial,            // [sequences, splits, heads, kHeadDim] or
-                float* __restrict__ stats,              //   null; [sequences, splits, heads, 5]
+                float* __restrict__ work,               // null if there is one split, or
+                                                        //   [sequences, splits, heads, kHeadDim]
+                                                        //   and [sequences, splits, heads, 5]
                 const int* __restrict__ cu_seqlens_q,   // [sequences + 1]
                 const int* __restrict__ lengths_k,      // cu_seqlens_k, or seqused_k [sequences]
                 const int* __restrict__ block_table,    // [sequences, table_stride] or null
@@ -388,8 +389,9 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     }
     const float largest = shared_float(memory, kFinalMax, head);
     const bool present = lane < 4 * kOwnHeads && head < static_cast<int>(heads);
-    if (partial != nullptr) {
-      float* mine = stats + (part * all_heads + first_head + head) * 5;
+    if (work != nullptr) {
+      const long long parts = sequences_arg * splits_arg * all_heads;
+      float* mine = work + parts * kHeadDim + (part * all_heads + first_head + head) * 5;
       if (present) {
         mine[1 + c] = sum;
         if (c == 0) mine[0] = largest;
@@ -397,7 +399,9 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     } else {
       const float two = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, 1));
       const float total = __fadd_rn(two, __shfl_xor_sync(kFullWarp, two, 2));
-      const float inverse = total == 0.0f ? 0.0f : __frcp_rn(total);
+      // Without room for parts, more keys than a split have no result, and the row says so.
+      const bool impossible = k_length > kSplitKeys;
+      const float inverse = impossible ? kNan : total == 0.0f ? 0.0f : __frcp_rn(total);
       // The four lanes of a head send it to all ranks.
       if (lane < 4 * kOwnHeads) {
         for (unsigned r = static_cast<unsigned>(c); r < kRanks; r += 4) {
@@ -406,9 +410,10 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       }
       if (present && c == 0 && lse != nullptr) {
         lse[q_row * all_heads + first_head + head] =
-            total == 0.0f ? -kInfinity
-                          : __fmaf_rn(largest, static_cast<float>(scale_arg),
-                                      __fmul_rn(log2_approx(total), kLn2));
+            impossible      ? kNan
+            : total == 0.0f ? -kInfinity
+                            : __fmaf_rn(largest, static_cast<float>(scale_arg),
+                                        __fmul_rn(log2_approx(total), kLn2));
       }
     }
   }
@@ -438,15 +443,15 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       copy_values(block + kValueBlocks);
     }
   }
-  if (partial == nullptr) cluster_sync();  // for the inverses
+  if (work == nullptr) cluster_sync();  // for the inverses
   if (!is_value_warp) return;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const int head = 2 * c + e % 2;
     const int column = first_column + g + e / 2 * 8;
     if (head < static_cast<int>(heads)) {
-      if (partial != nullptr) {
-        partial[(part * all_heads + first_head + head) * kHeadDim + column] = acc[e];
+      if (work != nullptr) {
+        work[(part * all_heads + first_head + head) * kHeadDim + column] = acc[e];
       } else {
         const float value = __fmaf_rn(acc[e], shared_float(memory, kInverse, head), 0.0f);
         out[q_row * out_row_stride + (first_head + head) * out_head_stride + column] =

@@ -11,7 +11,8 @@
 //     head dim    64   128   256
 //     kBlockKeys 128   128    80
 //
-// Blocks are taken in ascending order. From m = -inf, l[0..3] = 0, O = 0, each block does
+// kSplitBlocks = floor(2048 / kBlockKeys) blocks are a split: 2048 keys, or 2000 at head dim 256.
+// Within a split, blocks are taken in ascending order. From m = -inf, l[0..3] = 0, O = 0, each does
 //
 //   1. S[j] = sum over d of Q[d] K[j][d] in fp32, as a chain of k16 tensor core steps, d ascending,
 //      starting from +0. Keys at or past limit get S[j] = -inf.
@@ -23,6 +24,13 @@
 //   5. O[d] = fl(O[d] a), then a chain of k16 tensor core steps over the block's keys, j ascending,
 //      adding round16(P[j]) V[j][d], where round16 rounds to nearest even in the tensors' dtype.
 //   6. m = m'
+//
+// The first split's m, l, O are the row's. Those of every further split that has a key the row sees
+// are merged into them, in ascending order. With m, l, O of the row and n, k, P of the split
+//
+//   m' = max(m, n);   m* = m' if m' > -inf else 0
+//   a = ex2(fl((fl(m - m*)) c));   b = ex2(fl((fl(n - m*)) c))
+//   l[q] = fma(k[q], b, fl(l[q] a));   O[d] = fma(P[d], b, fl(O[d] a));   m = m'
 //
 // and at the end L = fl(fl(l[0] + l[1]) + fl(l[2] + l[3])),
 //   out[d] = round16(fma(O[d], r, +0)) with r = 1 / L correctly rounded, or r = 0 if L = 0,
@@ -49,16 +57,20 @@
 //     NaN or infinity there reaches the rows that see it, as it should, and may reach earlier rows.
 // Hence a block that a row does not see at all is a no-op for it: m' = m, a = ex2(0 c) = 1 (or,
 // while m is still -inf, a = 0 on sums that are +0), all P = +0. So blocks past a tile's or a
-// warp's last seen key are skipped, and a row's bits do not depend on the rows beside it.
+// warp's last seen key are skipped, and a row's bits do not depend on the rows beside it. The same
+// holds for a split: merging n = -inf, k = +0, P = +0 multiplies by a = 1 and adds +0.
 //
 // THE SCHEDULE, WHICH IS FREE
 //
 // The rows of one sequence and one KV head are packed as (position, head in group) pairs, positions
 // outermost; a thread block takes kTileRows of them, a warp 16. Decode is the same code with one
 // position: the heads of a group share the loads of K and V. There is one buffer for K and one for
-// V: V is loaded under Q K^T, and the next K under P V.
+// V: V is loaded under Q K^T, and the next K under P V. Between splits the merged part of a row
+// waits in global memory: registers hold one O.
 
 #include "copy.cuh"
+#include "definition.cuh"
+#include "merge.cuh"
 #include "mma.cuh"
 #include "numeric.cuh"
 #include "softmax.cuh"
@@ -69,7 +81,8 @@
 using namespace rlbench;
 
 constexpr int kHeadDim = HEAD_DIM;
-constexpr int kBlockKeys = kHeadDim == 256 ? 80 : 128;
+constexpr int kBlockKeys = kBlockKeysOf<kHeadDim>;
+constexpr int kSplitBlocks = kSplitBlocksOf<kHeadDim>;
 constexpr int kTileRows = TILE_ROWS;
 constexpr bool kPaged = PAGED != 0;
 using Element = ELEMENT;
@@ -84,6 +97,7 @@ constexpr int kWarpKeys = kBlockKeys / kWarps;         // rows of K or V that on
 constexpr int kKeySlots = (kWarpKeys + 31) / 32;       // of these, the rows one lane looks up
 constexpr int kKeyTiles = kBlockKeys / 8;
 constexpr int kDimTiles = kHeadDim / 8;
+constexpr int kWaiting = kDimTiles + 1;  // float4s of a thread that wait between splits
 
 static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "HEAD_DIM");
 static_assert(SHARED_BYTES == (kTileRows + 2 * kBlockKeys) * kRowBytes, "SHARED_BYTES");
@@ -153,6 +167,46 @@ struct KeyRows {
   }
 };
 
+// At the end of a split: merges what waits into the row's part, or starts with it (first); then the
+// result waits, and the next split starts afresh, unless this was the last one.
+__device__ __forceinline__ void merge_split(float* work, SoftmaxRows& softmax,
+                                            float (&acc)[kDimTiles][4], float scale_log2,
+                                            bool first, bool last) {
+  // A thread's own, 32 lanes side by side.
+  float4* waiting = reinterpret_cast<float4*>(work) +
+                    (static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x / 32 * 32) *
+                        kWaiting +
+                    threadIdx.x % 32;
+  if (!first) {
+    const float4 rows = waiting[kDimTiles * 32];  // max and sum of both rows
+    const MergeScales upper(rows.x, softmax.max[0], scale_log2);
+    const MergeScales lower(rows.y, softmax.max[1], scale_log2);
+    softmax.max[0] = upper.max;
+    softmax.max[1] = lower.max;
+    softmax.sum[0] = upper(rows.z, softmax.sum[0]);
+    softmax.sum[1] = lower(rows.w, softmax.sum[1]);
+#pragma unroll
+    for (int n = 0; n < kDimTiles; ++n) {
+      const float4 old = waiting[n * 32];
+      acc[n][0] = upper(old.x, acc[n][0]);
+      acc[n][1] = upper(old.y, acc[n][1]);
+      acc[n][2] = lower(old.z, acc[n][2]);
+      acc[n][3] = lower(old.w, acc[n][3]);
+    }
+  }
+  if (!last) {
+    waiting[kDimTiles * 32] =
+        make_float4(softmax.max[0], softmax.max[1], softmax.sum[0], softmax.sum[1]);
+#pragma unroll
+    for (int n = 0; n < kDimTiles; ++n) {
+      waiting[n * 32] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[n][e] = 0.0f;
+    }
+    softmax = SoftmaxRows();
+  }
+}
+
 // Every parameter is 8 bytes wide, so that the host passes plain integers and floats.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     KERNEL_NAME(const unsigned short* __restrict__ q,   // [total_q, group * kv_heads, kHeadDim]
@@ -160,6 +214,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
                 const unsigned short* __restrict__ v,   //   [pages, page_size, kv_heads, kHeadDim]
                 unsigned short* __restrict__ out,       // like q
                 float* __restrict__ lse,                // [total_q, group * kv_heads] or null
+                float* __restrict__ work,               // [grid, kThreads, kWaiting, 4], or null
+                                                        //   if nobody has more keys than a split
                 const int* __restrict__ cu_seqlens_q,   // [sequences + 1]
                 const int* __restrict__ lengths_k,      // cu_seqlens_k, or seqused_k [sequences]
                 const int* __restrict__ block_table,    // [sequences, table_stride] or null
@@ -326,9 +382,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         }
       }
     }
+
+    const bool split_ends = (block + 1) % kSplitBlocks == 0;
+    if ((split_ends && block + 1 < blocks) || (block + 1 == blocks && block >= kSplitBlocks)) {
+      if (work == nullptr) break;
+      merge_split(work, softmax, acc, scale_log2, block < kSplitBlocks, block + 1 == blocks);
+    }
   }
 
   if (!warp_has_rows) return;
+  // Without room to wait in, a row with more keys than a split has no result, and says so.
+  const bool impossible = work == nullptr && blocks > kSplitBlocks;
 
   // The rows go out through this warp's own part of the Q tile, which only this warp reads, so that
   // they are written in whole chunks.
@@ -337,13 +401,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float total = softmax.total(r);
-    inverse[r] = total == 0.0f ? 0.0f : __frcp_rn(total);
+    inverse[r] = impossible ? kNan : total == 0.0f ? 0.0f : __frcp_rn(total);
     const int row = warp_row + lane / 4 + 8 * r;
     if (lse != nullptr && lane % 4 == 0 && row < tile_rows) {
       const float log_sum = __fmul_rn(log2_approx(total), kLn2);
       lse[row_offset(row, static_cast<long long>(kv_heads) * group, 1)] =
-          total == 0.0f ? -kInfinity
-                        : __fmaf_rn(softmax.max[r], static_cast<float>(scale_arg), log_sum);
+          impossible      ? kNan
+          : total == 0.0f ? -kInfinity
+                          : __fmaf_rn(softmax.max[r], static_cast<float>(scale_arg), log_sum);
     }
   }
 #pragma unroll

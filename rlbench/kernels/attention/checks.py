@@ -26,6 +26,7 @@ def check(
     block_table: Tensor | None,
     seqused_k: Tensor | None,
     max_seqlen_q: int,
+    splits: int,
     causal: bool,
     softmax_scale: float,
 ) -> None:

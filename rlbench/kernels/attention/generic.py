@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from rlbench.kernels.attention.launch import Plan, load
+from rlbench.kernels.attention.launch import Launch, Plan, load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,9 +19,14 @@ if TYPE_CHECKING:
 SOURCE = "attention/attention_generic"
 HEAD_DIMS = (64, 128, 256)
 ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
-_BLOCK_KEYS = {64: 128, 128: 128, 256: 80}  # as the source defines; it checks shared_bytes
-_MAX_GRID = 2**31 - 1
-_LOG2_E = math.log2(math.e)
+BLOCK_KEYS = {64: 128, 128: 128, 256: 80}  # as definition.cuh has it; shared_bytes are checked
+MAX_GRID = 2**31 - 1
+LOG2_E = math.log2(math.e)
+
+
+def split_keys(head_dim: int) -> int:
+    """Keys of a split, as definition.cuh has it."""
+    return 2048 // BLOCK_KEYS[head_dim] * BLOCK_KEYS[head_dim]
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,12 @@ class Variant:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: its rows of Q, one block of K, one of V."""
-        return (self.tile_rows + 2 * _BLOCK_KEYS[self.head_dim]) * self.head_dim * 2
+        return (self.tile_rows + 2 * BLOCK_KEYS[self.head_dim]) * self.head_dim * 2
+
+    @property
+    def waiting_floats(self) -> int:
+        """What a block keeps in global memory between splits: O, and a maximum and sum a row."""
+        return self.threads * (self.head_dim // 8 + 1) * 4
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -85,11 +95,15 @@ def plan(
     sequences: int,
     block_table: Tensor | None,
     max_seqlen_q: int,
+    splits: int,
     causal: bool,
     softmax_scale: float,
 ) -> Plan:
-    """What a checked call with something to compute launches. The device is the current one."""
-    from cuda.core import LaunchConfig, launch
+    """What a checked call with something to compute launches. The device is the current one.
+
+    splits: no sequence has keys in more of them.
+    """
+    from cuda.core import LaunchConfig
 
     device = q.device.index
     _, q_heads, head_dim = q.shape
@@ -98,33 +112,36 @@ def plan(
     group = q_heads // kv_heads
     tiles = -(-max_seqlen_q * group // variant.tile_rows)
     blocks = tiles * kv_heads * sequences
-    if blocks > _MAX_GRID:
+    if blocks > MAX_GRID:
         raise ValueError(
             f"max_seqlen_q {max_seqlen_q} for {sequences} sequences and {q_heads} heads needs "
-            f"{blocks} thread blocks; at most {_MAX_GRID} can be started"
+            f"{blocks} thread blocks; at most {MAX_GRID} can be started"
         )
-    if block_table is None:
-        k_strides, v_strides = (0, *k.stride()[:2]), (0, *v.stride()[:2])
-        table_stride, page_size = 0, 1
-    else:
-        k_strides, v_strides = k.stride()[:3], v.stride()[:3]
-        table_stride, page_size = block_table.stride(0), k.shape[1]
     numbers = (
-        *q.stride()[:2],
-        *k_strides,
-        *v_strides,
-        *out.stride()[:2],
-        table_stride,
-        page_size,
+        *strides(q, k, v, out, block_table),
         kv_heads,
         group,
         tiles,
         1 if causal else 0,
         float(softmax_scale),
-        softmax_scale * _LOG2_E,
+        softmax_scale * LOG2_E,
     )
     config = LaunchConfig(grid=blocks, block=variant.threads, shmem_size=variant.shared_bytes)
-    return Plan(device, kernel, config, launch, numbers)
+    work = blocks * variant.waiting_floats if splits > 1 else 0
+    return Plan(device, (Launch(config, kernel, numbers),), work)
+
+
+def strides(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, block_table: Tensor | None
+) -> tuple[int, ...]:
+    """The parameters that every source takes right after the pointers."""
+    if block_table is None:
+        k_strides, v_strides = (0, *k.stride()[:2]), (0, *v.stride()[:2])
+        table = (0, 1)
+    else:
+        k_strides, v_strides = k.stride()[:3], v.stride()[:3]
+        table = (block_table.stride(0), k.shape[1])
+    return (*q.stride()[:2], *k_strides, *v_strides, *out.stride()[:2], *table)
 
 
 _loaded: dict[tuple[int, torch.dtype, bool, int], tuple[Variant, Kernel]] = {}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from rlbench.kernels import jit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from cuda.core import Device, Kernel, LaunchConfig, Stream
 
@@ -34,15 +34,22 @@ class Build(Protocol):
         """The macros that the source takes."""
 
 
+class Launch(NamedTuple):
+    """One kernel of a plan. All of them take the same pointers, then `numbers`."""
+
+    config: LaunchConfig
+    kernel: Kernel
+    numbers: tuple[int | float, ...]
+
+
 class Plan(NamedTuple):
-    """A checked call without its pointers; `launch` is None where there is nothing to compute."""
+    """A checked call without its pointers."""
 
     device: int
-    kernel: Kernel | None
-    config: LaunchConfig | None
-    launch: Callable[..., None] | None
-    numbers: tuple[int | float, ...]
-    """The kernel's parameters that follow the pointers."""
+    launches: tuple[Launch, ...]
+    """In order; none where there is nothing to compute."""
+    work: int
+    """fp32 elements of scratch memory that the launches share."""
 
 
 def load(build: Build, machine: Device) -> Kernel:
@@ -69,6 +76,14 @@ def load(build: Build, machine: Device) -> Kernel:
             f"shared memory: {status}"
         )
     return kernel
+
+
+def run(stream: Stream, launches: tuple[Launch, ...], pointers: tuple[int, ...]) -> None:
+    """Enqueue the launches on a stream of the current device."""
+    from cuda.core import launch
+
+    for config, kernel, numbers in launches:
+        launch(stream, config, kernel, *pointers, *numbers)
 
 
 _streams: dict[int, Stream] = {}

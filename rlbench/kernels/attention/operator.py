@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlbench.kernels.attention import generic
+from rlbench.kernels.attention import decode, generic
 from rlbench.kernels.attention.checks import check
-from rlbench.kernels.attention.launch import KEPT, Plan, stream_of
+from rlbench.kernels.attention.launch import KEPT, Plan, run, stream_of
 
 _plans: dict[tuple[object, ...], Plan] = {}
 
@@ -23,11 +23,12 @@ def _forward(
     block_table: Tensor | None,
     seqused_k: Tensor | None,
     max_seqlen_q: int,
+    splits: int,
     causal: bool,
     softmax_scale: float,
 ) -> None:
     tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k)
-    rest = (max_seqlen_q, causal, softmax_scale)
+    rest = (max_seqlen_q, splits, causal, softmax_scale)
     key = (*map(_signature, tensors), *rest)
     plan = _plans.get(key)
     if plan is None:
@@ -42,26 +43,27 @@ def _forward(
         raise ValueError(
             f"q, k, v and out must start on 16-byte boundaries; they are at {addresses}"
         )
-    device, kernel, config, launch, numbers = plan
-    if launch is None:
+    device, launches, work_size = plan
+    if not launches:
         return
     lengths = cu_seqlens_k if block_table is None else seqused_k
     assert lengths is not None
-    # Every parameter of the kernel is 8 bytes wide: ints become int64, floats double.
+    work = torch.empty(work_size, dtype=torch.float32, device=q.device) if work_size else None
+    # Every parameter of the kernels is 8 bytes wide: ints become int64, floats double.
     arguments = (
         *pointers,
         0 if lse is None else lse.data_ptr(),
+        0 if work is None else work.data_ptr(),
         cu_seqlens_q.data_ptr(),
         lengths.data_ptr(),
         0 if block_table is None else block_table.data_ptr(),
-        *numbers,
     )
     stream = stream_of(torch.cuda.current_stream(device).cuda_stream)
     if device == torch.cuda.current_device():
-        launch(stream, config, kernel, *arguments)
+        run(stream, launches, arguments)
     else:
         with torch.cuda.device(device):
-            launch(stream, config, kernel, *arguments)
+            run(stream, launches, arguments)
 
 
 def _signature(tensor: Tensor | None) -> tuple[object, ...] | None:
@@ -78,15 +80,18 @@ def _plan(
     sequences: int,
     block_table: Tensor | None,
     max_seqlen_q: int,
+    splits: int,
     causal: bool,
     softmax_scale: float,
 ) -> Plan:
-    """What a checked call launches. Here it is decided which source serves it: so far one."""
+    """What a checked call launches. Here it is decided which source serves it."""
     if q.shape[0] == 0 or sequences == 0 or max_seqlen_q == 0:
-        return Plan(q.device.index, None, None, None, ())
+        return Plan(q.device.index, (), 0)
     with torch.cuda.device(q.device):
+        if decode.serves(q, k.shape[-2], sequences, max_seqlen_q):
+            return decode.plan(q, k, v, out, sequences, block_table, splits, softmax_scale)
         return generic.plan(
-            q, k, v, out, sequences, block_table, max_seqlen_q, causal, softmax_scale
+            q, k, v, out, sequences, block_table, max_seqlen_q, splits, causal, softmax_scale
         )
 
 
@@ -95,7 +100,7 @@ torch.library.define(
     _NAME,
     "(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor cu_seqlens_q, "
     "Tensor? cu_seqlens_k, Tensor? block_table, Tensor? seqused_k, SymInt max_seqlen_q, "
-    "bool causal, float softmax_scale) -> ()",
+    "SymInt splits, bool causal, float softmax_scale) -> ()",
 )
 torch.library.impl(_NAME, "default", _forward)
 torch.library.register_fake(_NAME, check)

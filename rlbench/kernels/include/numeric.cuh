@@ -8,6 +8,7 @@
 namespace rlbench {
 
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
+constexpr float kNan = __builtin_bit_cast(float, 0x7fffffffu);
 constexpr float kLn2 = 0.693147180559945309f;
 
 // The two storage types. A value lives in memory as 16 raw bits; pack() rounds two floats to

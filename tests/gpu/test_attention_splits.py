@@ -1,0 +1,240 @@
+"""Attention over more keys than a split, and the decode kernel: the generic kernel's bits.
+
+`attention_decode_sm90.cu` serves decode steps from compute capability 9.0; what it shares among the
+blocks of a cluster must not show.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+if torch.cuda.get_device_capability() < (8, 0):
+    pytest.skip("needs compute capability 8.0 or newer", allow_module_level=True)
+
+from attention_calls import (
+    DEVICE,
+    DTYPES,
+    NAN,
+    SHAPES,
+    Result,
+    Sequence,
+    assert_close,
+    make,
+    normal,
+    offsets,
+    reference,
+    run,
+    run_paged,
+    same_bits,
+)
+
+from rlbench.kernels.attention import attention, decode, operator
+
+hopper = pytest.mark.skipif(
+    torch.cuda.get_device_capability() < (9, 0), reason="needs compute capability 9.0 or newer"
+)
+# Sides of a split at each head dim (2048, 2000), of its blocks, and several splits.
+EDGES = [0, 1, 1999, 2000, 2001, 2047, 2048, 2049, 2079, 2080, 3999, 4000, 4095, 4096, 4097, 5200]
+
+
+@pytest.fixture(autouse=True)
+def decode_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(decode.SWITCH, "1")
+    operator._plans.clear()
+    yield
+    operator._plans.clear()
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")  # noqa: T201 - fresh inputs every time; a failure shows which
+    return torch.Generator(device=DEVICE).manual_seed(seed)
+
+
+def steps_of(sequence: Sequence, positions: list[int]) -> list[Sequence]:
+    return [sequence.rows(i, i + 1) for i in positions]
+
+
+def all_ways(steps: list[Sequence], generator: torch.Generator) -> Iterator[list[Result]]:
+    yield [run([step])[0] for step in steps]
+    yield run(steps)
+    yield run_paged(steps, 16, generator)
+    yield run_paged(steps[::-1], 7, generator)[::-1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode_is_prefills_row_over_many_splits(
+    shape: tuple[int, int, int], dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    sequence = make(5201, 5201, shape, dtype, generator)
+    (whole,) = run([sequence])
+    assert_close(whole, reference(sequence, causal=True))
+    for results in all_ways(steps_of(sequence, EDGES), generator):
+        for i, result in zip(EDGES, results, strict=True):
+            assert same_bits(result.out, whole.out[i : i + 1]), i
+            assert same_bits(result.lse, whole.lse[i : i + 1]), i
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("chunk", [333, 1000, 2048, 4000])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_chunked_is_whole_over_many_splits(
+    shape: tuple[int, int, int], chunk: int, page_size: int | None, generator: torch.Generator
+) -> None:
+    sequence = make(4500, 4500, shape, torch.bfloat16, generator)
+    (whole,) = run([sequence])
+    for begin in range(0, 4500, chunk):
+        end = min(begin + chunk, 4500)
+        part = [sequence.rows(begin, end)]
+        (result,) = run_paged(part, page_size, generator) if page_size else run(part)
+        assert same_bits(result.out, whole.out[begin:end])
+        assert same_bits(result.lse, whole.lse[begin:end])
+
+
+@hopper
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (16, 1, 128), (20, 1, 64), (32, 8, 128), (12, 4, 256)])
+def test_decode_kernel_has_the_generic_kernels_bits(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths = [1, 2, 16, 79, 80, 81, 128, 129, 700, 1999, 2000, 2001, 2048, 2049, 4101, 6400]
+    steps = [make(1, n, shape, dtype, generator) for n in lengths]
+    fast = [*all_ways(steps, generator)]
+    operator._plans.clear()
+    monkeypatch.setattr(decode, "serves", lambda *_: False)
+    slow = run(steps)
+    operator._plans.clear()
+    for results in fast:
+        for n, result, want in zip(lengths, results, slow, strict=True):
+            assert same_bits(result.out, want.out), n
+            assert same_bits(result.lse, want.lse), n
+
+
+@hopper
+@pytest.mark.parametrize("shape", SHAPES)
+def test_both_kernels_are_what_their_names_say(
+    shape: tuple[int, int, int], generator: torch.Generator
+) -> None:
+    def kernels(keys: int) -> str:
+        (step,) = steps_of(make(keys, keys, shape, torch.bfloat16, generator), [keys - 1])
+        run([step])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            run([step])
+            torch.cuda.synchronize()
+        return " ".join(event.name for event in seen.events())
+
+    one, several = kernels(100), kernels(5000)
+    assert "attention_decode" in one
+    assert "attention_generic" not in one
+    assert "attention_decode" in several
+    assert "attention_combine" in several
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("decoding", [True, False])
+def test_rows_with_more_keys_than_was_said_become_nan(
+    dim: int, decoding: bool, generator: torch.Generator
+) -> None:
+    sequence = make(5000, 5000, (8, 2, dim), torch.bfloat16, generator)
+    query = sequence.q[-1:] if decoding else sequence.q
+    arguments: dict[str, Any] = {
+        "cu_seqlens_q": offsets([query.shape[0]]),
+        "cu_seqlens_k": offsets([5000]),
+        "max_seqlen_q": query.shape[0],
+        "return_lse": True,
+    }
+    for said in (1, 2000):
+        out, lse = attention(query, sequence.k, sequence.v, max_seqlen_k=said, **arguments)
+        assert out[-1].isnan().all()
+        assert lse[-1].isnan().all()
+    out, lse = attention(query, sequence.k, sequence.v, max_seqlen_k=5000, **arguments)
+    assert not out.isnan().any()
+    assert not lse.isnan().any()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_splits_in_a_cuda_graph(dim: int, generator: torch.Generator) -> None:
+    """Replayed with other lengths: some with one split, some with several."""
+    pages, page = 1024, 16
+    q = normal((3, 16, dim), torch.bfloat16, generator)
+    pool = normal((pages, page, 2, dim), torch.bfloat16, generator)
+    table = torch.randperm(pages, device=DEVICE, generator=generator).to(torch.int32)
+    lengths = torch.tensor([1, 300, 5000], dtype=torch.int32, device=DEVICE)
+    arguments: dict[str, Any] = {
+        "cu_seqlens_q": offsets([1, 1, 1]),
+        "max_seqlen_q": 1,
+        "block_table": table[: 3 * 341].view(3, -1),
+        "seqused_k": lengths,
+    }
+    attention(q, pool, pool, **arguments)  # compiles
+    out = torch.full_like(q, NAN)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention(q, pool, pool, out=out, **arguments)
+    for new in ([1, 300, 5000], [5456, 2049, 0], [2000, 2048, 4096]):
+        lengths.copy_(torch.tensor(new, dtype=torch.int32))
+        q.copy_(normal(tuple(q.shape), torch.bfloat16, generator))
+        out.fill_(NAN)
+        graph.replay()
+        assert not out.isnan().any()
+        for b, length in enumerate(new):  # each alone, as a packed call
+            keys = pool[arguments["block_table"][b].long()].flatten(0, 1)[:length].contiguous()
+            alone = attention(
+                q[b : b + 1],
+                keys,
+                keys,
+                cu_seqlens_q=offsets([1]),
+                cu_seqlens_k=offsets([length]),
+                max_seqlen_q=1,
+            )
+            assert same_bits(out[b : b + 1], alone)
+
+
+def test_no_key_at_all(generator: torch.Generator) -> None:
+    for dim in (64, 128, 256):
+        steps = [make(1, n, (8, 2, dim), torch.bfloat16, generator) for n in (0, 3000, 0)]
+        for results in (run(steps), run_paged(steps, 16, generator)):
+            for empty in (results[0], results[2]):
+                assert not empty.out.any()
+                assert bool((empty.lse == -torch.inf).all())
+
+
+def test_half_tiles_have_the_same_bits_over_many_splits(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlbench.kernels.attention import generic
+
+    sequence = make(2600, 4500, (4, 1, 256), torch.bfloat16, generator)
+    (whole,) = run([sequence])
+
+    def half(head_dim: int, dtype: torch.dtype, paged: bool, machine: object) -> generic.Variant:
+        return generic.Variant(head_dim, generic.ELEMENTS[dtype], paged, tile_rows=32)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generic, "_fitting_variant", half)
+        patch.setattr(generic, "_loaded", {})
+        operator._plans.clear()
+        (result,) = run([sequence])
+    operator._plans.clear()
+    assert same_bits(result.out, whole.out)
+    assert same_bits(result.lse, whole.lse)
