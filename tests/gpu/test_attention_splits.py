@@ -1,8 +1,4 @@
-"""Attention over more keys than a split, and the decode kernel: the generic kernel's bits.
-
-`attention_decode_sm90.cu` serves decode steps from compute capability 9.0; what it shares among the
-blocks of a cluster must not show.
-"""
+"""Attention over more keys than a split, and the kernels for Hopper: the generic kernel's bits."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ from attention_calls import (
     same_bits,
 )
 
-from rlbench.kernels.attention import attention, decode, operator
+from rlbench.kernels.attention import attention, decode, launch, operator, prefill
 
 hopper = pytest.mark.skipif(
     torch.cuda.get_device_capability() < (9, 0), reason="needs compute capability 9.0 or newer"
@@ -46,8 +42,8 @@ EDGES = [0, 1, 1999, 2000, 2001, 2047, 2048, 2049, 2079, 2080, 3999, 4000, 4095,
 
 
 @pytest.fixture(autouse=True)
-def decode_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(decode.SWITCH, "1")
+def hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(launch.SWITCH, "1")
     operator._plans.clear()
     yield
     operator._plans.clear()
@@ -130,8 +126,38 @@ def test_decode_kernel_has_the_generic_kernels_bits(
 
 
 @hopper
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (16, 1, 128), (20, 1, 64), (32, 8, 128)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("page_size", [None, 16, 7])
+def test_prefill_kernel_has_the_generic_kernels_bits(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    causal: bool,
+    page_size: int | None,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths = [(1, 1), (2, 2), (7, 300), (64, 64), (129, 500), (300, 2100), (1, 4500), (700, 4200)]
+    sequences = [make(lq, lk, shape, dtype, generator) for lq, lk in lengths]
+
+    def results() -> list[Result]:
+        operator._plans.clear()
+        if page_size:
+            return run_paged(sequences, page_size, generator, causal=causal)
+        return run(sequences, causal=causal)
+
+    fast = results()
+    monkeypatch.setattr(prefill, "serves", lambda *_: False)
+    for n, result, want in zip(lengths, fast, results(), strict=True):
+        assert same_bits(result.out, want.out), n
+        assert same_bits(result.lse, want.lse), n
+        assert_close(result, reference(sequences[lengths.index(n)], causal=causal))
+
+
+@hopper
 @pytest.mark.parametrize("shape", SHAPES)
-def test_both_kernels_are_what_their_names_say(
+def test_each_call_runs_the_kernel_meant_for_it(
     shape: tuple[int, int, int], generator: torch.Generator
 ) -> None:
     def kernels(keys: int) -> str:
@@ -142,6 +168,12 @@ def test_both_kernels_are_what_their_names_say(
             torch.cuda.synchronize()
         return " ".join(event.name for event in seen.events())
 
+    prompt = make(300, 300, shape, torch.bfloat16, generator)
+    run([prompt])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        run([prompt])
+        torch.cuda.synchronize()
+    assert "attention_prefill" in " ".join(event.name for event in seen.events())
     one, several = kernels(100), kernels(5000)
     assert "attention_decode" in one
     assert "attention_generic" not in one

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rlbench.kernels import jit
-from rlbench.kernels.attention import builds, decode, generic
+from rlbench.kernels.attention import builds, decode, generic, prefill
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 pytest.importorskip("cuda.core", reason="needs cuda-core and NVRTC: pip install 'rlbench[kernels]'")
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
+CLUSTERS = ("sm_90a", "sm_100a")
+WGMMA = ("sm_90a",)
 BUILDS = [
     (arch, build)
     for arch in ARCHITECTURES
     for build in builds()
-    if arch != "sm_80" or not isinstance(build, decode.Variant)  # which needs clusters
+    if arch in {decode.Variant: CLUSTERS, prefill.Variant: WGMMA}.get(type(build), ARCHITECTURES)
 ]
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100a": 227 * 1024}
 

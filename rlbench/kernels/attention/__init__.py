@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from rlbench.kernels.attention import decode, generic
+from rlbench.kernels.attention import decode, generic, prefill
 from rlbench.kernels.attention.generic import HEAD_DIMS, Variant, split_keys
 from rlbench.kernels.attention.operator import attention_forward
 
@@ -28,6 +28,7 @@ def builds() -> Iterator[Build]:
     """Every build that a call can ask for."""
     yield from generic.variants()
     yield from decode.variants()
+    yield from prefill.variants()
 
 
 @overload

@@ -32,7 +32,6 @@
 
 using namespace rlbench;
 
-constexpr unsigned kFullWarp = 0xffffffffu;
 constexpr int kHeadDim = HEAD_DIM;
 constexpr int kBlockKeys = kBlockKeysOf<kHeadDim>;
 constexpr int kSplitBlocks = kSplitBlocksOf<kHeadDim>;

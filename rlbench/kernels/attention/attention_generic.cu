@@ -70,10 +70,11 @@
 
 #include "copy.cuh"
 #include "definition.cuh"
-#include "merge.cuh"
+#include "keys.cuh"
 #include "mma.cuh"
 #include "numeric.cuh"
 #include "softmax.cuh"
+#include "waiting.cuh"
 
 // The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), TILE_ROWS (a
 // multiple of 16), SHARED_BYTES (what the launch reserves), KERNEL_NAME.
@@ -92,120 +93,20 @@ constexpr int kWarps = kTileRows / kWarpRows;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kRowBytes = kHeadDim * 2;
 constexpr int kRowChunks = kRowBytes / kChunkBytes;
-constexpr int kRowsAtOnce = 32 / kRowChunks;           // rows that one warp copies in one go
-constexpr int kWarpKeys = kBlockKeys / kWarps;         // rows of K or V that one warp copies
-constexpr int kKeySlots = (kWarpKeys + 31) / 32;       // of these, the rows one lane looks up
+constexpr int kRowsAtOnce = 32 / kRowChunks;  // rows that one warp copies in one go
 constexpr int kKeyTiles = kBlockKeys / 8;
 constexpr int kDimTiles = kHeadDim / 8;
-constexpr int kWaiting = kDimTiles + 1;  // float4s of a thread that wait between splits
 
 static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256, "HEAD_DIM");
 static_assert(SHARED_BYTES == (kTileRows + 2 * kBlockKeys) * kRowBytes, "SHARED_BYTES");
 static_assert(kTileRows % kWarpRows == 0 && kBlockKeys % 16 == 0, "fragments are 16 rows");
-static_assert(kKeySlots <= 2, "KeyRows::copy chooses between two");
-static_assert(kBlockKeys % kWarps == 0 && kWarpKeys % kRowsAtOnce == 0, "copies come out even");
 
-// Where a key lies: its page and the row inside it.
-struct KeySlot {
-  int page;
-  int row;
-};
-
-struct Strides {  // in elements
-  long long page, row, head;
-};
-
-// The rows of K or V that this warp copies, block by block.
-struct KeyRows {
-  const int* table;      // this sequence's row of the block table (paged)
-  unsigned page_size;    // (paged)
-  long long first_row;   // of the sequence in the packed tensor (contiguous)
-  int end;               // keys at or past it are absent
-  KeySlot slots[kKeySlots];
-
-  // Looks up the block that starts at `first_key`: lane t keeps the warp's rows t, t + 32, ...
-  __device__ __forceinline__ void find(int first_key, int warp, int lane) {
-    if constexpr (kPaged) {
-#pragma unroll
-      for (int s = 0; s < kKeySlots; ++s) {
-        const int row = s * 32 + lane;
-        const int key = first_key + warp * kWarpKeys + row;
-        slots[s] = {0, 0};
-        if (row < kWarpKeys && key < end) {
-          const unsigned page = static_cast<unsigned>(key) / page_size;
-          slots[s].page = table[page];
-          slots[s].row = static_cast<int>(static_cast<unsigned>(key) - page * page_size);
-        }
-      }
-    }
-  }
-
-  // Starts copying the block's rows of one tensor, zeros for absent keys. All lanes take part.
-  __device__ __forceinline__ void copy(unsigned shared, const unsigned short* head,
-                                       const Strides& strides, int first_key, int warp,
-                                       int lane) const {
-    const int chunk = lane % kRowChunks;
-#pragma unroll 4  // all the way would keep every address in a register, and spill
-    for (int i = 0; i < kWarpKeys; i += kRowsAtOnce) {
-      const int row = i + lane / kRowChunks;  // of this warp's rows
-      const int tile_row = warp * kWarpKeys + row;
-      const bool present = first_key + tile_row < end;
-      long long offset;
-      if constexpr (kPaged) {
-        const bool early = kKeySlots == 1 || i < 32;  // by value: an index would go to local memory
-        const int own_page = early ? slots[0].page : slots[kKeySlots - 1].page;
-        const int own_row = early ? slots[0].row : slots[kKeySlots - 1].row;
-        const int page = __shfl_sync(kFullWarp, own_page, row % 32);
-        const int page_row = __shfl_sync(kFullWarp, own_row, row % 32);
-        offset = page * strides.page + page_row * strides.row;
-      } else {
-        offset = (first_row + first_key + tile_row) * strides.row;
-      }
-      const unsigned short* source = present ? head + offset + chunk * 8 : head;
-      copy_async(shared + swizzled_offset<kRowBytes>(tile_row, chunk), source, present);
-    }
+struct Tile {
+  static __device__ __forceinline__ unsigned offset(int row, int chunk) {
+    return swizzled_offset<kRowBytes>(row, chunk);
   }
 };
-
-// At the end of a split: merges what waits into the row's part, or starts with it (first); then the
-// result waits, and the next split starts afresh, unless this was the last one.
-__device__ __forceinline__ void merge_split(float* work, SoftmaxRows& softmax,
-                                            float (&acc)[kDimTiles][4], float scale_log2,
-                                            bool first, bool last) {
-  // A thread's own, 32 lanes side by side.
-  float4* waiting = reinterpret_cast<float4*>(work) +
-                    (static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x / 32 * 32) *
-                        kWaiting +
-                    threadIdx.x % 32;
-  if (!first) {
-    const float4 rows = waiting[kDimTiles * 32];  // max and sum of both rows
-    const MergeScales upper(rows.x, softmax.max[0], scale_log2);
-    const MergeScales lower(rows.y, softmax.max[1], scale_log2);
-    softmax.max[0] = upper.max;
-    softmax.max[1] = lower.max;
-    softmax.sum[0] = upper(rows.z, softmax.sum[0]);
-    softmax.sum[1] = lower(rows.w, softmax.sum[1]);
-#pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) {
-      const float4 old = waiting[n * 32];
-      acc[n][0] = upper(old.x, acc[n][0]);
-      acc[n][1] = upper(old.y, acc[n][1]);
-      acc[n][2] = lower(old.z, acc[n][2]);
-      acc[n][3] = lower(old.w, acc[n][3]);
-    }
-  }
-  if (!last) {
-    waiting[kDimTiles * 32] =
-        make_float4(softmax.max[0], softmax.max[1], softmax.sum[0], softmax.sum[1]);
-#pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) {
-      waiting[n * 32] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc[n][e] = 0.0f;
-    }
-    softmax = SoftmaxRows();
-  }
-}
+using Keys = KeyRows<kHeadDim, kBlockKeys, kWarps, kPaged, Tile>;
 
 // Every parameter is 8 bytes wide, so that the host passes plain integers and floats.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
@@ -214,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
                 const unsigned short* __restrict__ v,   //   [pages, page_size, kv_heads, kHeadDim]
                 unsigned short* __restrict__ out,       // like q
                 float* __restrict__ lse,                // [total_q, group * kv_heads] or null
-                float* __restrict__ work,               // [grid, kThreads, kWaiting, 4], or null
+                float* __restrict__ work,               // [grid, kThreads, kDimTiles + 1, 4], or null
                                                         //   if nobody has more keys than a split
                 const int* __restrict__ cu_seqlens_q,   // [sequences + 1]
                 const int* __restrict__ lengths_k,      // cu_seqlens_k, or seqused_k [sequences]
@@ -272,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   const Strides v_strides = {v_page_stride, v_row_stride, v_head_stride};
   const unsigned short* k_head = k + kv_head * k_strides.head;
   const unsigned short* v_head = v + kv_head * v_strides.head;
-  KeyRows keys;
+  Keys keys;
   keys.table = kPaged ? block_table + sequence * table_stride : nullptr;
   keys.page_size = static_cast<unsigned>(page_size_arg);
   keys.first_row = k_begin;
@@ -386,7 +287,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     const bool split_ends = (block + 1) % kSplitBlocks == 0;
     if ((split_ends && block + 1 < blocks) || (block + 1 == blocks && block >= kSplitBlocks)) {
       if (work == nullptr) break;
-      merge_split(work, softmax, acc, scale_log2, block < kSplitBlocks, block + 1 == blocks);
+      merge_split<kThreads>(work, threadIdx.x, softmax, acc, scale_log2, block < kSplitBlocks,
+                            block + 1 == blocks);
     }
   }
 

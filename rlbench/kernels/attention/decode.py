@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from rlbench.kernels.attention.generic import BLOCK_KEYS, ELEMENTS, LOG2_E, split_keys, strides
-from rlbench.kernels.attention.launch import Launch, Plan, load
+from rlbench.kernels.attention.launch import Launch, Plan, fits, load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,10 +18,8 @@ if TYPE_CHECKING:
 
 HEADS = 8
 """Query heads of a KV group that one cluster serves."""
-SWITCH = "RLBENCH_ATTENTION_DECODE"
-"""Environment variable: 1 turns the decode kernel on. It compiles, and has not run on a GPU yet."""
 _KEY_WARPS = 8
-_MIN_CAPABILITY = 9
+_CAPABILITIES = range(9, 12)  # which have clusters; from 12 on shared memory is too small
 
 
 @dataclass(frozen=True)
@@ -121,17 +118,14 @@ def serves(q: Tensor, kv_heads: int, sequences: int, max_seqlen_q: int) -> bool:
 
     With more (sequence, KV head) pairs than SMs the generic kernel fills the GPU by itself.
     """
-    if max_seqlen_q != 1 or os.environ.get(SWITCH) != "1":
+    if max_seqlen_q != 1:
         return False
     from cuda.core import Device
 
     machine = Device(q.device.index)
     build = Variant(q.shape[2], ELEMENTS[q.dtype], paged=True)
-    return bool(
-        machine.compute_capability.major >= _MIN_CAPABILITY
-        and build.shared_bytes <= machine.properties.max_shared_memory_per_block_optin
-        and sequences * kv_heads <= machine.properties.multiprocessor_count
-    )
+    few = sequences * kv_heads <= machine.properties.multiprocessor_count
+    return bool(few and fits(build, machine, _CAPABILITIES))
 
 
 def plan(

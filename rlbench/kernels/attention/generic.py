@@ -106,29 +106,53 @@ def plan(
     from cuda.core import LaunchConfig
 
     device = q.device.index
-    _, q_heads, head_dim = q.shape
-    variant, kernel = _load(head_dim, q.dtype, block_table is not None, device)
-    kv_heads = k.shape[-2]
-    group = q_heads // kv_heads
-    tiles = -(-max_seqlen_q * group // variant.tile_rows)
+    variant, kernel = _load(q.shape[2], q.dtype, block_table is not None, device)
+    tiles, blocks = tiles_of(q, k, sequences, max_seqlen_q, variant.tile_rows)
+    numbers = numbers_of(q, k, v, out, block_table, tiles, causal, softmax_scale)
+    config = LaunchConfig(grid=blocks, block=variant.threads, shmem_size=variant.shared_bytes)
+    work = blocks * variant.waiting_floats if splits > 1 else 0
+    return Plan(device, (Launch(config, kernel, numbers),), work)
+
+
+def tiles_of(
+    q: Tensor, k: Tensor, sequences: int, max_seqlen_q: int, tile_rows: int
+) -> tuple[int, int]:
+    """Tiles of the longest sequence under one KV head, and thread blocks in all.
+
+    Raises ValueError where that is more than a grid can have.
+    """
+    q_heads, kv_heads = q.shape[1], k.shape[-2]
+    tiles = -(-max_seqlen_q * (q_heads // kv_heads) // tile_rows)
     blocks = tiles * kv_heads * sequences
     if blocks > MAX_GRID:
         raise ValueError(
             f"max_seqlen_q {max_seqlen_q} for {sequences} sequences and {q_heads} heads needs "
             f"{blocks} thread blocks; at most {MAX_GRID} can be started"
         )
-    numbers = (
+    return tiles, blocks
+
+
+def numbers_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    block_table: Tensor | None,
+    tiles: int,
+    causal: bool,
+    softmax_scale: float,
+) -> tuple[int | float, ...]:
+    """The parameters after the pointers of a source whose thread blocks take tiles of rows."""
+    kv_heads = k.shape[-2]
+    return (
         *strides(q, k, v, out, block_table),
         kv_heads,
-        group,
+        q.shape[1] // kv_heads,
         tiles,
         1 if causal else 0,
         float(softmax_scale),
         softmax_scale * LOG2_E,
     )
-    config = LaunchConfig(grid=blocks, block=variant.threads, shmem_size=variant.shared_bytes)
-    work = blocks * variant.waiting_floats if splits > 1 else 0
-    return Plan(device, (Launch(config, kernel, numbers),), work)
 
 
 def strides(

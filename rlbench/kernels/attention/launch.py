@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rlbench.kernels import jit
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
 
     from cuda.core import Device, Kernel, LaunchConfig, Stream
 
+SWITCH = "RLBENCH_ATTENTION_HOPPER"
+"""Environment variable: 1 turns the kernels for sm_90 on. They compile; they have not run on a GPU
+yet, and until they have, the generic kernel serves every call."""
 KEPT = 4096  # of plans and streams; more are forgotten all at once
 
 
@@ -50,6 +54,15 @@ class Plan(NamedTuple):
     """In order; none where there is nothing to compute."""
     work: int
     """fp32 elements of scratch memory that the launches share."""
+
+
+def fits(build: Build, machine: Device, capabilities: range) -> bool:
+    """Whether a kernel written for these major compute capabilities is on and can run there."""
+    return bool(
+        os.environ.get(SWITCH) == "1"
+        and machine.compute_capability.major in capabilities
+        and build.shared_bytes <= machine.properties.max_shared_memory_per_block_optin
+    )
 
 
 def load(build: Build, machine: Device) -> Kernel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlbench.kernels.attention import decode, generic
+from rlbench.kernels.attention import decode, generic, prefill
 from rlbench.kernels.attention.checks import check
 from rlbench.kernels.attention.launch import KEPT, Plan, run, stream_of
 
@@ -90,9 +90,10 @@ def _plan(
     with torch.cuda.device(q.device):
         if decode.serves(q, k.shape[-2], sequences, max_seqlen_q):
             return decode.plan(q, k, v, out, sequences, block_table, splits, softmax_scale)
-        return generic.plan(
-            q, k, v, out, sequences, block_table, max_seqlen_q, splits, causal, softmax_scale
-        )
+        rest = (sequences, block_table, max_seqlen_q, splits, causal, softmax_scale)
+        if max_seqlen_q > 1 and prefill.serves(q):
+            return prefill.plan(q, k, v, out, *rest)
+        return generic.plan(q, k, v, out, *rest)
 
 
 _NAME = "rlbench::attention_forward"

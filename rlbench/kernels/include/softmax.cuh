@@ -5,8 +5,6 @@
 
 namespace rlbench {
 
-constexpr unsigned kFullWarp = 0xffffffffu;
-
 // Two rows of a warp's 16 (index 0: row g, index 1: row g + 8), as one lane holds them.
 struct SoftmaxRows {
   float max[2];  // of the raw scores seen so far, the same in a row's four lanes; -inf at first

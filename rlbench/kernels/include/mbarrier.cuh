@@ -1,0 +1,51 @@
+// Barriers in shared memory with phases (sm_90 and newer), and register budgets of warpgroups.
+#pragma once
+
+namespace rlbench {
+
+__device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives once all cp.asyncs that this thread has started are done.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(unsigned barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Waits until the phase of this parity (0 for the first, then 1, 0, ...) is complete.
+__device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
+  asm volatile(
+      "{.reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again;}"
+      ::"r"(barrier), "r"(parity)
+      : "memory");
+}
+
+// Makes what was written to shared memory by ordinary means, and cp.async, visible to wgmma.
+__device__ __forceinline__ void fence_for_wgmma() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// A barrier of `threads` threads that share `id`, 1 to 15.
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// The registers of each thread of this warpgroup from here on.
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+}  // namespace rlbench
