@@ -24,6 +24,7 @@
 #include "cluster.cuh"
 #include "copy.cuh"
 #include "definition.cuh"
+#include "keys.cuh"
 #include "mma.cuh"
 #include "numeric.cuh"
 
@@ -74,10 +75,6 @@ constexpr int kSharedBytes = kFinalMax + kHeads * 4;
 
 static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
 static_assert(kColumns % 16 == 0 && kHeads % kRanks == 0, "ranks share columns and heads evenly");
-
-struct Strides {  // in elements
-  long long page, row, head;
-};
 
 // Where a sequence's keys lie.
 struct Keys {
