@@ -18,10 +18,11 @@ STYLES = {
     Status.CRASH: "bold magenta",
     Status.ERROR: "bold magenta",
 }
-DOUBT_MARKS = {"timer": "†", "clocks": "~"}
+DOUBT_MARKS = {"timer": "†", "clocks": "~", "wrong": "‡"}
 DOUBT_LEGEND = {
     "†": "another timer than the fastest's",
     "~": "clock probes more than 3 % apart",
+    "‡": "its error in this pass is over 10 times plain torch's, or not finite; it is not the fastest",
 }
 
 

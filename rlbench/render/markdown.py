@@ -54,7 +54,7 @@ def _how_to_read() -> str:
         "equal and that the control, an engine that is wrong on purpose, failed every one of them; "
         "`unproven` means that it did not, so nothing was shown. A star: the engine does not take "
         "some of the variations; the notes say which. Latencies are medians, with the ratio to the "
-        "fastest; ~ and † mark ratios to be read with care."
+        "fastest; ~, † and ‡ mark ratios to be read with care."
     )
 
 

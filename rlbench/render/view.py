@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 INVARIANCE = ("batch", "chunked-prefill", "decode", "backward")
 PROBE_SPREAD = 0.03
 """Two engines' clock probes further apart than this make their ratio doubtful."""
+WRONG_ERROR = 10.0
+"""An error so many times plain torch's is no rounding: such an engine is nobody's yardstick."""
 FIRST, LAST = ("rlbench",), ("control",)
 
 
@@ -171,16 +173,29 @@ def prices(report: Report, sheet: Sheet, pass_: str, shape: str) -> dict[tuple[s
         for point in _points(row)
         if (point.pass_, point.shape) == (pass_, shape)
     }
+    wrong = {(row.engine, row.environment) for row in sheet.rows if _is_wrong(row, pass_)}
     out = {}
     for key, point in points.items():
         rivals = [other for other in points if _same_device(environments, key[1], other[1])]
-        best = min(rivals, key=lambda k: points[k].median_us)
+        # A fast wrong answer is no yardstick, unless there is no other.
+        best = min(rivals, key=lambda k: (k in wrong, points[k].median_us))
+        doubts = _doubts(environments, points, key, best)
         out[key] = Price(
             point,
             point.median_us / points[best].median_us,
-            _doubts(environments, points, key, best),
+            ("wrong", *doubts) if key in wrong else doubts,
         )
     return out
+
+
+def _is_wrong(row: Row, pass_: str) -> bool:
+    """Whether some output of the pass is not finite, or far from fp64 beside plain torch's."""
+    result = row.result("accuracy")
+    return any(
+        errors.nonfinite > 0 or (errors.ratio_to_torch or 0.0) > WRONG_ERROR
+        for tensor, errors in ((result.errors if result else None) or {}).items()
+        if tensor.startswith(f"{pass_}.")
+    )
 
 
 def _points(row: Row) -> Iterable[Point]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from sample_report import check, environment, errors, everything, point, probe, report, result
 
@@ -60,6 +62,38 @@ def test_doubts_are_another_timer_and_clocks_over_three_percent_apart(
     )
     assert prices(made)["b", "one"] == (1.5, doubts)
     assert prices(made)["a", "one"] == (1.0, ())
+
+
+@pytest.mark.parametrize(
+    ("error", "wrong"),
+    [
+        ({"decode.out 3": errors(1.0), "prefill.out 3": errors(50.0)}, False),
+        ({"decode.out 3": errors(9.9)}, False),
+        ({"decode.out 3": errors(10.1)}, True),
+        ({"decode.out 3": errors(None, nonfinite=1)}, True),
+    ],
+)
+def test_a_fast_wrong_answer_is_nobodys_yardstick(error: dict[str, Any], wrong: bool) -> None:
+    made = report(
+        [
+            result("a", "accuracy", "measured", errors=error),
+            result("a", "latency", "measured", points=[point("decode", "1x8", 10.0)]),
+            result("b", "latency", "measured", points=[point("decode", "1x8", 15.0)]),
+        ]
+    )
+    found = {engine: figures for (engine, _), figures in prices(made).items()}
+    assert found["a"] == ((10 / 15, ("wrong",)) if wrong else (1.0, ()))
+    assert found["b"] == (1.0 if wrong else 1.5, ())
+
+
+def test_where_all_are_wrong_one_of_them_is_the_yardstick() -> None:
+    made = report(
+        [
+            result("a", "accuracy", "measured", errors={"decode.out": errors(99.0)}),
+            result("a", "latency", "measured", points=[point("decode", "1x8", 10.0)]),
+        ]
+    )
+    assert prices(made) == {("a", "local"): (1.0, ("wrong",))}
 
 
 def test_agreement_groups_engines_by_digest_largest_first() -> None:
