@@ -109,7 +109,7 @@ def attention(
             out. It decides only how many blocks start.
         max_seqlen_k: no sequence has more keys; the most that the shapes allow unless given. It
             decides only how many blocks start and how much scratch memory they get. Rows of a
-            sequence that has more keys, beyond the split (2048 keys, or 2000 at head dim 256) that
+            sequence that has more keys, beyond the split (2048 keys, or 2080 at head dim 256) that
             it ends in, may become NaN.
         block_table: `[sequences, max_pages]`, int32: the pages of each sequence in order. Entries
             beyond a sequence's last page are never read; the others must name pages of k.

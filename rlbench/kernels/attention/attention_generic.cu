@@ -11,7 +11,7 @@
 //     head dim    64   128   256
 //     kBlockKeys 128   128    80
 //
-// kSplitBlocks = floor(2048 / kBlockKeys) blocks are a split: 2048 keys, or 2000 at head dim 256.
+// A split is the number of blocks nearest to 2048 keys: 2048 keys, or 2080 at head dim 256.
 // Within a split, blocks are taken in ascending order. From m = -inf, l[0..3] = 0, O = 0, each does
 //
 //   1. S[j] = sum over d of Q[d] K[j][d] in fp32, as a chain of k16 tensor core steps, d ascending,

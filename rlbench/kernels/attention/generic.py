@@ -26,7 +26,8 @@ LOG2_E = math.log2(math.e)
 
 def split_keys(head_dim: int) -> int:
     """Keys of a split, as definition.cuh has it."""
-    return 2048 // BLOCK_KEYS[head_dim] * BLOCK_KEYS[head_dim]
+    block = BLOCK_KEYS[head_dim]
+    return (2048 + block // 2) // block * block
 
 
 @dataclass(frozen=True)
