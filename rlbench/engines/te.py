@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 CHOOSER = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 """The module that keeps, in `_attention_backends`, what it chose last."""
+HOPPER = 9
+WORKSPACE_MENDED = (9, 18)
+"""Before this cuDNN, its packed backward on Hopper reads workspace that nobody has initialized, and
+the gradients are wrong or NaN (github.com/NVIDIA/TransformerEngine/issues/2186)."""
 NO_BACKEND = "No dot product attention backend is available"
 NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
@@ -40,17 +44,26 @@ def load_attention(options: Mapping[str, str], device: str) -> Kernel:
     except (AssertionError, OSError) as why:  # versions that do not fit, a library that is missing
         raise Unavailable(f"Transformer Engine does not load: {why}") from why
 
+    import torch
+
     from rlbench.ops._op import Kernel
     from rlbench.ops.attention.calls import PackedBackward, PagedPrefill
     from rlbench.ops.attention.eager import gradients, without_grad
     from rlbench.ops.attention.paging import unpage
 
     choice = importlib.import_module(CHOOSER)._attention_backends  # noqa: SLF001  # no other way
+    cudnn = tuple(te.get_cudnn_version())
     resolved = {
-        "cudnn": ".".join(map(str, te.get_cudnn_version())),
+        "cudnn": ".".join(map(str, cudnn)),
         "deterministic": str("deterministic" in options),
         "paged": "keys copied out of the pages at every run",
     }
+
+    if cudnn < WORKSPACE_MENDED and torch.cuda.get_device_capability(device)[0] == HOPPER:
+        resolved["backward"] = (
+            "this cuDNN reads workspace that it has not initialized; mended in 9.18 "
+            "(TransformerEngine issue 2186)"
+        )
 
     def packed(call: PackedPrefill) -> Run:
         attend = bound(call, call.entry, training=False)

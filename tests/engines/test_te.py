@@ -193,6 +193,22 @@ def test_what_it_chose_is_told_by_pass_and_shape(library: Library) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("cudnn", "major", "told"),
+    [((9, 14, 0), 9, True), ((9, 14, 0), 10, False), ((9, 18, 0), 9, False)],
+)
+def test_a_cudnn_whose_backward_is_known_to_be_wrong_is_told(
+    cudnn: tuple[int, ...],
+    major: int,
+    told: bool,
+    library: Library,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transformer_engine.pytorch.get_cudnn_version", lambda: cudnn)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (major, 0))
+    assert ("issue 2186" in load().resolved.get("backward", "")) is told
+
+
 def test_no_backend_is_unsupported_and_other_errors_stay(library: Library) -> None:
     run = load().bind(packed())
     library.refusal = f"{te.NO_BACKEND} for the provided inputs."
