@@ -329,7 +329,7 @@ def test_operator_is_registered_soundly(generator: torch.Generator) -> None:
     lse = torch.zeros(q.shape[:2], device=DEVICE)
     torch.library.opcheck(
         torch.ops.rlbench.attention_forward.default,
-        (q, k, v, out, lse, lengths, lengths, None, None, 10, True, 0.125),
+        (q, k, v, out, lse, lengths, lengths, None, None, 10, 1, True, 0.125),
         test_utils=("test_schema", "test_faketensor"),
     )
 
