@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlbench.kernels.attention import decode, generic, prefill
 from rlbench.kernels.attention.generic import HEAD_DIMS, Variant, split_keys
-from rlbench.kernels.attention.operator import attention_forward
+from rlbench.kernels.attention.operator import entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -145,9 +145,9 @@ def attention(
     if softmax_scale is None:
         softmax_scale = float(q.shape[-1]) ** -0.5
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
-    attention_forward(
+    entry(q)(
         q,
         k,
         v,
