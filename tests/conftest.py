@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "fake"))
 
 from harness import SMALL, Done, Rlbench
+
+# A shell that runs the tests in the background makes them ignore Ctrl-C, and so would every
+# `rlbench` they start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
