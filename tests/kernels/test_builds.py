@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 pytest.importorskip("cuda.core", reason="needs cuda-core and NVRTC: pip install 'rlbench[kernels]'")
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
-CLUSTERS = ("sm_90a", "sm_100a")
-WGMMA = ("sm_90a",)
+NEEDS = {
+    decode.Variant: ("sm_90a", "sm_100a"),
+    decode.Combine: ("sm_90a", "sm_100a"),
+    prefill.Variant: ("sm_90a",),
+}
 BUILDS = [
     (arch, build)
     for arch in ARCHITECTURES
     for build in builds()
-    if arch in {decode.Variant: CLUSTERS, prefill.Variant: WGMMA}.get(type(build), ARCHITECTURES)
+    if arch in NEEDS.get(type(build), ARCHITECTURES)
 ]
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, "sm_100a": 227 * 1024}
 

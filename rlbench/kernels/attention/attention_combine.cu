@@ -1,7 +1,8 @@
 // Merges the splits of decoded rows, which attention_decode_sm90.cu left in fp32, in ascending
 // order. attention_generic.cu has the definition. One thread block for each row, one thread for
-// each column.
+// each column. It starts while the decode kernel still runs, and waits for it.
 
+#include "cluster.cuh"
 #include "definition.cuh"
 #include "merge.cuh"
 #include "numeric.cuh"
@@ -30,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(kHeadDim)
   const unsigned sequence = blockIdx.x / heads;
   const unsigned head = blockIdx.x % heads;
   const int column = static_cast<int>(threadIdx.x);
+  wait_for_previous_grid();
   const int q_row = cu_seqlens_q[sequence];
   if (cu_seqlens_q[sequence + 1] == q_row) return;
   const int k_length = kPaged ? lengths_k[sequence] : lengths_k[sequence + 1] - lengths_k[sequence];

@@ -368,6 +368,8 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   }
   cluster_sync();
 
+  let_next_grid_start();
+
   // --- 3, ended: the last key warp adds up the weights of this rank's heads ----------------------
   const long long all_heads = static_cast<long long>(kv_heads) * group;
   const long long part = static_cast<long long>(sequence) * splits_arg + split;

@@ -165,7 +165,13 @@ def plan(
     parts = Launch(config, kernel, numbers)
     if splits == 1:
         return Plan(device, (parts,), 0)
-    merging = Launch(LaunchConfig(grid=sequences * q_heads, block=head_dim), combine, numbers)
+    merging = Launch(
+        LaunchConfig(
+            grid=sequences * q_heads, block=head_dim, programmatic_stream_serialization=True
+        ),
+        combine,
+        numbers,
+    )
     return Plan(device, (parts, merging), splits * sequences * q_heads * (head_dim + 5))
 
 

@@ -1,4 +1,5 @@
-// Thread block clusters (sm_90 and newer): each other's shared memory, and a barrier over all.
+// Thread block clusters (sm_90 and newer): each other's shared memory, and a barrier over all. And
+// grids that start before the one that they depend on has ended.
 #pragma once
 
 namespace rlbench {
@@ -37,6 +38,16 @@ __device__ __forceinline__ void cluster_wait() {
 __device__ __forceinline__ void cluster_sync() {
   cluster_arrive();
   cluster_wait();
+}
+
+// Lets the next grid of the stream start, once all blocks of this one have got here.
+__device__ __forceinline__ void let_next_grid_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Waits until the grids before this one have ended and what they wrote can be read.
+__device__ __forceinline__ void wait_for_previous_grid() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 }  // namespace rlbench
