@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rlbench.ops._op import Kernel, Workload
 
 LONGEST_REASON = 600
+ADVICE = " If reserved but unallocated memory is large"
+"""How torch begins to advise after it has said what memory ran out of."""
 PR_SET_PDEATHSIG = 1
 """prctl(2), from linux/prctl.h."""
 
@@ -136,6 +138,9 @@ class Session:
             if variation.name == request["variation"]:
                 outputs = run_trial(kernel, variation.actual)
                 torch.save({k: v.cpu() for k, v in outputs.items()}, request["path"])
+                # The worker that asked goes on to measure beside this process.
+                del outputs
+                torch.cuda.empty_cache()
                 return {"status": COMPARED, "fields": {}}
         raise KeyError(request["variation"])
 
@@ -242,7 +247,8 @@ def describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     kind = "" if isinstance(error, MeasuringError) else f"{type(error).__name__}: "
-    return f"{kind}{error}"[:LONGEST_REASON] + where
+    said = str(error).partition(ADVICE)[0]
+    return f"{kind}{said}"[:LONGEST_REASON] + where
 
 
 def as_json(answer: Message) -> Message:

@@ -40,6 +40,12 @@ def test_a_reason_names_the_type_the_message_and_the_place() -> None:
     assert said.startswith("ValueError: no such thing (test_run_exceptions.py:")
 
 
+def test_what_memory_ran_out_of_is_said_without_the_advice() -> None:
+    advice = " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=x"
+    said = describe(torch.OutOfMemoryError("Tried to allocate 256.50 GiB." + advice))
+    assert said == "OutOfMemoryError: Tried to allocate 256.50 GiB."
+
+
 def test_a_reason_stays_short() -> None:
     assert len(describe(RuntimeError("x" * 100_000))) < LONGEST_REASON + 100
 
