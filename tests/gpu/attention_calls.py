@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pytest
 import torch
 
 from rlbench.kernels.attention import attention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 DEVICE = torch.device("cuda")
 NAN = float("nan")
@@ -15,6 +19,27 @@ NAN = float("nan")
 # Query heads, KV heads, head dim: multi-query, grouped, an odd group, one head for each.
 SHAPES = [(8, 2, 64), (8, 1, 128), (5, 1, 128), (2, 2, 128), (16, 2, 256), (3, 3, 256)]
 DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True, name="inference")
+def inference_fixture() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(name="generator")
+def generator_fixture() -> torch.Generator:
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")  # noqa: T201 - fresh inputs every time; a failure shows which
+    return torch.Generator(device=DEVICE).manual_seed(seed)
+
+
+def skip_without_gpu() -> None:
+    """Skip the module that calls this where its kernels cannot run."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device", allow_module_level=True)
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs compute capability 8.0 or newer", allow_module_level=True)
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

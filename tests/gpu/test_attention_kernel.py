@@ -7,19 +7,10 @@ written shows; unused page slots and rows past the end hold NaN, so that a row t
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-if torch.cuda.get_device_capability() < (8, 0):
-    pytest.skip("needs compute capability 8.0 or newer", allow_module_level=True)
-
 from attention_calls import (
     DEVICE,
     DTYPES,
@@ -27,6 +18,8 @@ from attention_calls import (
     SHAPES,
     Sequence,
     assert_close,
+    generator_fixture,  # noqa: F401
+    inference_fixture,  # noqa: F401
     make,
     normal,
     offsets,
@@ -34,23 +27,13 @@ from attention_calls import (
     run,
     run_paged,
     same_bits,
+    skip_without_gpu,
 )
 
 from rlbench.kernels import jit
 from rlbench.kernels.attention import Variant, attention, generic, operator
 
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def generator() -> torch.Generator:
-    seed = torch.seed() % 2**31
-    print(f"seed {seed}")  # noqa: T201 - fresh inputs every time; a failure shows which
-    return torch.Generator(device=DEVICE).manual_seed(seed)
+skip_without_gpu()
 
 
 def call_into(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

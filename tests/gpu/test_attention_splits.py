@@ -6,15 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-if torch.cuda.get_device_capability() < (8, 0):
-    pytest.skip("needs compute capability 8.0 or newer", allow_module_level=True)
-
 from attention_calls import (
     DEVICE,
     DTYPES,
@@ -23,6 +14,8 @@ from attention_calls import (
     Result,
     Sequence,
     assert_close,
+    generator_fixture,  # noqa: F401
+    inference_fixture,  # noqa: F401
     make,
     normal,
     offsets,
@@ -30,9 +23,15 @@ from attention_calls import (
     run,
     run_paged,
     same_bits,
+    skip_without_gpu,
 )
 
 from rlbench.kernels.attention import attention, decode, launch, operator, prefill
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+skip_without_gpu()
 
 hopper = pytest.mark.skipif(
     torch.cuda.get_device_capability() < (9, 0), reason="needs compute capability 9.0 or newer"
@@ -47,19 +46,6 @@ def hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     operator._plans.clear()
     yield
     operator._plans.clear()
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def generator() -> torch.Generator:
-    seed = torch.seed() % 2**31
-    print(f"seed {seed}")  # noqa: T201 - fresh inputs every time; a failure shows which
-    return torch.Generator(device=DEVICE).manual_seed(seed)
 
 
 def steps_of(sequence: Sequence, positions: list[int]) -> list[Sequence]:
@@ -259,8 +245,8 @@ def test_half_tiles_have_the_same_bits_over_many_splits(
     sequence = make(2600, 4500, (4, 1, 256), torch.bfloat16, generator)
     (whole,) = run([sequence])
 
-    def half(head_dim: int, dtype: torch.dtype, paged: bool, machine: object) -> generic.Variant:
-        return generic.Variant(head_dim, generic.ELEMENTS[dtype], paged, tile_rows=32)
+    def half(head_dim: int, element: str, paged: bool, machine: object) -> generic.Variant:
+        return generic.Variant(head_dim, element, paged, tile_rows=32)
 
     with monkeypatch.context() as patch:
         patch.setattr(generic, "_fitting_variant", half)

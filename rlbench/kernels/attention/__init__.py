@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from rlbench.kernels.attention import decode, generic, prefill
-from rlbench.kernels.attention.generic import HEAD_DIMS, Variant, split_keys
+from rlbench.kernels.attention.generic import Variant
 from rlbench.kernels.attention.operator import entry
+from rlbench.kernels.attention.request import HEAD_DIMS, split_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

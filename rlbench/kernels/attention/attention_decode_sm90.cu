@@ -27,6 +27,8 @@
 #include "keys.cuh"
 #include "mma.cuh"
 #include "numeric.cuh"
+#include "parameters.cuh"
+#include "row_end.cuh"
 
 // The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), SHARED_BYTES
 // (what the launch reserves), KERNEL_NAME.
@@ -103,25 +105,11 @@ __device__ __forceinline__ float& shared_float(unsigned char* memory, int begin,
   return reinterpret_cast<float*>(memory + begin)[index];
 }
 
-// Every parameter is 8 bytes wide, so that the host passes plain integers and floats.
+// work: [sequences, splits, heads, kHeadDim] and then [sequences, splits, heads, 5]; `out` is not
+// written if it is there.
 extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThreads, 2)
-    KERNEL_NAME(const unsigned short* __restrict__ q,   // [total_q, group * kv_heads, kHeadDim]
-                const unsigned short* __restrict__ k,   // [total_k, kv_heads, kHeadDim] or
-                const unsigned short* __restrict__ v,   //   [pages, page_size, kv_heads, kHeadDim]
-                unsigned short* __restrict__ out,       // like q; not written if work is there
-                float* __restrict__ lse,                // [total_q, group * kv_heads] or null
-                float* __restrict__ work,               // null if there is one split, or
-                                                        //   [sequences, splits, heads, kHeadDim]
-                                                        //   and [sequences, splits, heads, 5]
-                const int* __restrict__ cu_seqlens_q,   // [sequences + 1]
-                const int* __restrict__ lengths_k,      // cu_seqlens_k, or seqused_k [sequences]
-                const int* __restrict__ block_table,    // [sequences, table_stride] or null
-                long long q_row_stride, long long q_head_stride, long long k_page_stride,
-                long long k_row_stride, long long k_head_stride, long long v_page_stride,
-                long long v_row_stride, long long v_head_stride, long long out_row_stride,
-                long long out_head_stride, long long table_stride, long long page_size_arg,
-                long long kv_heads_arg, long long group_arg, long long sequences_arg,
-                long long splits_arg, double scale_arg, double scale_log2_arg) {
+    KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long splits_arg,
+                double scale_arg, double scale_log2_arg) {
   extern __shared__ __align__(128) unsigned char memory[];
   const unsigned base = shared_address(memory);
   const int thread = static_cast<int>(threadIdx.x);
@@ -399,7 +387,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       const float total = __fadd_rn(two, __shfl_xor_sync(kFullWarp, two, 2));
       // Without room for parts, more keys than a split have no result, and the row says so.
       const bool impossible = k_length > kSplitKeys;
-      const float inverse = impossible ? kNan : total == 0.0f ? 0.0f : __frcp_rn(total);
+      const float inverse = inverse_of(total, impossible);
       // The four lanes of a head send it to all ranks.
       if (lane < 4 * kOwnHeads) {
         for (unsigned r = static_cast<unsigned>(c); r < kRanks; r += 4) {
@@ -408,10 +396,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       }
       if (present && c == 0 && lse != nullptr) {
         lse[q_row * all_heads + first_head + head] =
-            impossible      ? kNan
-            : total == 0.0f ? -kInfinity
-                            : __fmaf_rn(largest, static_cast<float>(scale_arg),
-                                        __fmul_rn(log2_approx(total), kLn2));
+            log_sum_exp(largest, total, scale_arg, impossible);
       }
     }
   }

@@ -73,7 +73,9 @@
 #include "keys.cuh"
 #include "mma.cuh"
 #include "numeric.cuh"
+#include "parameters.cuh"
 #include "softmax.cuh"
+#include "tile_rows.cuh"
 #include "waiting.cuh"
 
 // The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), TILE_ROWS (a
@@ -88,12 +90,9 @@ constexpr int kTileRows = TILE_ROWS;
 constexpr bool kPaged = PAGED != 0;
 using Element = ELEMENT;
 
-constexpr int kWarpRows = 16;
 constexpr int kWarps = kTileRows / kWarpRows;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kRowBytes = kHeadDim * 2;
-constexpr int kRowChunks = kRowBytes / kChunkBytes;
-constexpr int kRowsAtOnce = 32 / kRowChunks;  // rows that one warp copies in one go
 constexpr int kKeyTiles = kBlockKeys / 8;
 constexpr int kDimTiles = kHeadDim / 8;
 
@@ -108,24 +107,10 @@ struct Tile {
 };
 using Keys = KeyRows<kHeadDim, kBlockKeys, kWarps, kPaged, Tile>;
 
-// Every parameter is 8 bytes wide, so that the host passes plain integers and floats.
+// work: [grid, kThreads, kDimTiles + 1, 4], see waiting.cuh.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    KERNEL_NAME(const unsigned short* __restrict__ q,   // [total_q, group * kv_heads, kHeadDim]
-                const unsigned short* __restrict__ k,   // [total_k, kv_heads, kHeadDim] or
-                const unsigned short* __restrict__ v,   //   [pages, page_size, kv_heads, kHeadDim]
-                unsigned short* __restrict__ out,       // like q
-                float* __restrict__ lse,                // [total_q, group * kv_heads] or null
-                float* __restrict__ work,               // [grid, kThreads, kDimTiles + 1, 4], or null
-                                                        //   if nobody has more keys than a split
-                const int* __restrict__ cu_seqlens_q,   // [sequences + 1]
-                const int* __restrict__ lengths_k,      // cu_seqlens_k, or seqused_k [sequences]
-                const int* __restrict__ block_table,    // [sequences, table_stride] or null
-                long long q_row_stride, long long q_head_stride, long long k_page_stride,
-                long long k_row_stride, long long k_head_stride, long long v_page_stride,
-                long long v_row_stride, long long v_head_stride, long long out_row_stride,
-                long long out_head_stride, long long table_stride, long long page_size_arg,
-                long long kv_heads_arg, long long group_arg, long long tiles_arg,
-                long long causal_arg, double scale_arg, double scale_log2_arg) {
+    KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long tiles_arg, long long causal_arg,
+                double scale_arg, double scale_log2_arg) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const unsigned q_tile = shared_address(shared_memory);
   const unsigned k_tile = q_tile + kTileRows * kRowBytes;
@@ -138,65 +123,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   // Which tile. Late tiles see the most keys under the causal mask, so they start first.
   const unsigned tiles = static_cast<unsigned>(tiles_arg);
   const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
-  const unsigned group = static_cast<unsigned>(group_arg);
   const unsigned tile = tiles - 1 - blockIdx.x % tiles;
-  const unsigned kv_head = blockIdx.x / tiles % kv_heads;
-  const unsigned sequence = blockIdx.x / tiles / kv_heads;
-
-  const int q_begin = cu_seqlens_q[sequence];
-  const int q_length = cu_seqlens_q[sequence + 1] - q_begin;
-  const int k_begin = kPaged ? 0 : lengths_k[sequence];
-  const int k_length = kPaged ? lengths_k[sequence] : lengths_k[sequence + 1] - k_begin;
-
-  const long long packed_rows = static_cast<long long>(q_length) * group;
-  const long long tile_begin = static_cast<long long>(tile) * kTileRows;
-  if (tile_begin >= packed_rows) return;
-  const int tile_rows =
-      packed_rows - tile_begin < kTileRows ? static_cast<int>(packed_rows - tile_begin) : kTileRows;
-  const unsigned first_row = static_cast<unsigned>(tile_begin);
-
-  // The number of keys that a row of this tile sees; rows past the end count as the last one.
-  const bool causal = causal_arg != 0;
-  const auto limit_of = [&](int row) {
-    const int last = tile_rows - 1;
-    const unsigned packed = first_row + static_cast<unsigned>(row < last ? row : last);
-    return causal ? static_cast<int>(packed / group) + 1 + k_length - q_length : k_length;
-  };
+  const TileRows<kTileRows, kPaged> rows(tile, blockIdx.x / tiles % kv_heads,
+                                         blockIdx.x / tiles / kv_heads, kv_heads,
+                                         static_cast<unsigned>(group_arg), cu_seqlens_q, lengths_k,
+                                         causal_arg != 0);
+  if (rows.count == 0) return;
   const int warp_row = warp * kWarpRows;
-  const bool warp_has_rows = warp_row < tile_rows;
-  const int tile_limit = limit_of(kTileRows - 1);
-  const int warp_limit_min = limit_of(warp_row);
-  const int warp_limit_max = limit_of(warp_row + kWarpRows - 1);
+  const bool warp_has_rows = warp_row < rows.count;
+  const int tile_limit = rows.limit(kTileRows - 1);
+  const int warp_limit_min = rows.limit(warp_row);
+  const int warp_limit_max = rows.limit(warp_row + kWarpRows - 1);
   const int blocks = tile_limit > 0 ? (tile_limit + kBlockKeys - 1) / kBlockKeys : 0;
 
   const Strides k_strides = {k_page_stride, k_row_stride, k_head_stride};
   const Strides v_strides = {v_page_stride, v_row_stride, v_head_stride};
-  const unsigned short* k_head = k + kv_head * k_strides.head;
-  const unsigned short* v_head = v + kv_head * v_strides.head;
+  const unsigned short* k_head = k + rows.kv_head * k_strides.head;
+  const unsigned short* v_head = v + rows.kv_head * v_strides.head;
   Keys keys;
-  keys.table = kPaged ? block_table + sequence * table_stride : nullptr;
+  keys.table = kPaged ? block_table + rows.sequence * table_stride : nullptr;
   keys.page_size = static_cast<unsigned>(page_size_arg);
-  keys.first_row = k_begin;
+  keys.first_row = rows.k_begin;
   keys.end = tile_limit;
 
-  // The address, in elements, of a packed row of q or out.
-  const auto row_offset = [&](int row, long long row_stride, long long head_stride) {
-    const unsigned packed = first_row + static_cast<unsigned>(row);
-    const unsigned position = packed / group;
-    const unsigned head = kv_head * group + (packed - position * group);
-    return (q_begin + static_cast<long long>(position)) * row_stride + head * head_stride;
-  };
-
   if (blocks > 0) {
-    const int chunk = lane % kRowChunks;
-#pragma unroll 4
-    for (int i = 0; i < kWarpRows; i += kRowsAtOnce) {
-      const int row = warp_row + i + lane / kRowChunks;
-      const bool present = row < tile_rows;
-      const unsigned short* source =
-          present ? q + row_offset(row, q_row_stride, q_head_stride) + chunk * 8 : q;
-      copy_async(q_tile + swizzled_offset<kRowBytes>(row, chunk), source, present);
-    }
+    rows.copy_q<kHeadDim, Tile>(q_tile, q, q_row_stride, q_head_stride, warp_row, lane);
     keys.find(0, warp, lane);
     keys.copy(k_tile, k_head, k_strides, 0, warp, lane);
   }
@@ -247,17 +198,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
 
     if (warp_sees) {
       if (first_key + kBlockKeys > warp_limit_min) {
-        // Computed here and not once above: two registers that the other blocks do without.
-        const int row_limits[2] = {limit_of(warp_row + lane / 4),
-                                   limit_of(warp_row + lane / 4 + 8)};
-        const int column = first_key + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            if (column + 8 * j + e % 2 >= row_limits[e / 2]) scores[j][e] = -kInfinity;
-          }
-        }
+        // The limits are computed here and not once above: two registers that the other blocks do
+        // without.
+        rows.hide(scores, first_key, warp_row, lane);
       }
       float rescale[2];
       softmax.block(scores, scale_log2, rescale);
@@ -296,43 +239,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   // Without room to wait in, a row with more keys than a split has no result, and says so.
   const bool impossible = work == nullptr && blocks > kSplitBlocks;
 
-  // The rows go out through this warp's own part of the Q tile, which only this warp reads, so that
-  // they are written in whole chunks.
-  __syncwarp();
-  float inverse[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float total = softmax.total(r);
-    inverse[r] = impossible ? kNan : total == 0.0f ? 0.0f : __frcp_rn(total);
-    const int row = warp_row + lane / 4 + 8 * r;
-    if (lse != nullptr && lane % 4 == 0 && row < tile_rows) {
-      const float log_sum = __fmul_rn(log2_approx(total), kLn2);
-      lse[row_offset(row, static_cast<long long>(kv_heads) * group, 1)] =
-          impossible      ? kNan
-          : total == 0.0f ? -kInfinity
-                          : __fmaf_rn(softmax.max[r], static_cast<float>(scale_arg), log_sum);
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < kDimTiles; ++n) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const unsigned offset =
-          swizzled_offset<kRowBytes>(warp_row + lane / 4 + 8 * r, n) + lane % 4 * 4;
-      *reinterpret_cast<unsigned*>(shared_memory + offset) =
-          Element::pack(__fmaf_rn(acc[n][2 * r], inverse[r], 0.0f),
-                        __fmaf_rn(acc[n][2 * r + 1], inverse[r], 0.0f));
-    }
-  }
-  __syncwarp();
-  const int chunk = lane % kRowChunks;
-#pragma unroll 4
-  for (int i = 0; i < kWarpRows; i += kRowsAtOnce) {
-    const int row = warp_row + i + lane / kRowChunks;
-    if (row < tile_rows) {
-      unsigned short* target = out + row_offset(row, out_row_stride, out_head_stride) + chunk * 8;
-      *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(
-          shared_memory + swizzled_offset<kRowBytes>(row, chunk));
-    }
-  }
+  __syncwarp();  // only this warp reads its rows of Q
+  rows.write<Element, Tile>(softmax, acc, shared_memory, out, out_row_stride, out_head_stride, lse,
+                            scale_arg, impossible, warp_row, lane);
 }

@@ -23,7 +23,9 @@
 #include "keys.cuh"
 #include "mbarrier.cuh"
 #include "numeric.cuh"
+#include "parameters.cuh"
 #include "softmax.cuh"
+#include "tile_rows.cuh"
 #include "waiting.cuh"
 #include "wgmma.cuh"
 
@@ -44,12 +46,9 @@ constexpr int kConsumerThreads = 128 * kConsumers;
 constexpr int kThreads = 128 + kConsumerThreads;     // the producer comes first
 constexpr int kStages = 2;
 constexpr int kPanels = kHeadDim / 64;
-constexpr int kRowChunks = kHeadDim / 8;
-constexpr int kRowsAtOnce = 32 / kRowChunks;         // rows that one warp copies in one go
 constexpr int kKeyTiles = kBlockKeys / 8;
 constexpr int kKeySteps = kBlockKeys / 16;
 constexpr int kDimTiles = kHeadDim / 8;
-constexpr int kWarpRows = 16;
 
 constexpr int kQPanel = kTileRows * 128;             // bytes
 constexpr int kKeyPanel = kBlockKeys * 128;
@@ -113,23 +112,10 @@ __device__ __forceinline__ void start_values(float (&acc)[kDimTiles][4],
   }
 }
 
+// work: [grid, kConsumerThreads, kDimTiles + 1, 4], see waiting.cuh.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    KERNEL_NAME(const unsigned short* __restrict__ q,   // [total_q, group * kv_heads, kHeadDim]
-                const unsigned short* __restrict__ k,   // [total_k, kv_heads, kHeadDim] or
-                const unsigned short* __restrict__ v,   //   [pages, page_size, kv_heads, kHeadDim]
-                unsigned short* __restrict__ out,       // like q
-                float* __restrict__ lse,                // [total_q, group * kv_heads] or null
-                float* __restrict__ work,               // [grid, kThreads, kDimTiles + 1, 4], or null
-                                                        //   if nobody has more keys than a split
-                const int* __restrict__ cu_seqlens_q,   // [sequences + 1]
-                const int* __restrict__ lengths_k,      // cu_seqlens_k, or seqused_k [sequences]
-                const int* __restrict__ block_table,    // [sequences, table_stride] or null
-                long long q_row_stride, long long q_head_stride, long long k_page_stride,
-                long long k_row_stride, long long k_head_stride, long long v_page_stride,
-                long long v_row_stride, long long v_head_stride, long long out_row_stride,
-                long long out_head_stride, long long table_stride, long long page_size_arg,
-                long long kv_heads_arg, long long group_arg, long long tiles_arg,
-                long long causal_arg, double scale_arg, double scale_log2_arg) {
+    KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long tiles_arg, long long causal_arg,
+                double scale_arg, double scale_log2_arg) {
   extern __shared__ unsigned char shared_memory[];
   const unsigned misaligned = shared_address(shared_memory) % kAlignment;
   unsigned char* memory = shared_memory + (misaligned ? kAlignment - misaligned : 0);
@@ -146,32 +132,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   // Which tile. Late tiles see the most keys under the causal mask, so they start first.
   const unsigned tiles = static_cast<unsigned>(tiles_arg);
   const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
-  const unsigned group = static_cast<unsigned>(group_arg);
   const unsigned others = gridDim.x / tiles;  // (sequence, KV head) pairs
-  const unsigned tile = tiles - 1 - blockIdx.x / others;
-  const unsigned kv_head = blockIdx.x % others % kv_heads;
-  const unsigned sequence = blockIdx.x % others / kv_heads;
-
-  const int q_begin = cu_seqlens_q[sequence];
-  const int q_length = cu_seqlens_q[sequence + 1] - q_begin;
-  const int k_begin = kPaged ? 0 : lengths_k[sequence];
-  const int k_length = kPaged ? lengths_k[sequence] : lengths_k[sequence + 1] - k_begin;
-
-  const long long packed_rows = static_cast<long long>(q_length) * group;
-  const long long tile_begin = static_cast<long long>(tile) * kTileRows;
-  if (tile_begin >= packed_rows) return;
-  const int tile_rows =
-      packed_rows - tile_begin < kTileRows ? static_cast<int>(packed_rows - tile_begin) : kTileRows;
-  const unsigned first_row = static_cast<unsigned>(tile_begin);
-
-  // The number of keys that a row of this tile sees; rows past the end count as the last one.
-  const bool causal = causal_arg != 0;
-  const auto limit_of = [&](int row) {
-    const int last = tile_rows - 1;
-    const unsigned packed = first_row + static_cast<unsigned>(row < last ? row : last);
-    return causal ? static_cast<int>(packed / group) + 1 + k_length - q_length : k_length;
-  };
-  const int tile_limit = limit_of(kTileRows - 1);
+  const TileRows<kTileRows, kPaged> rows(tiles - 1 - blockIdx.x / others,
+                                         blockIdx.x % others % kv_heads,
+                                         blockIdx.x % others / kv_heads, kv_heads,
+                                         static_cast<unsigned>(group_arg), cu_seqlens_q, lengths_k,
+                                         causal_arg != 0);
+  if (rows.count == 0) return;
+  const int tile_limit = rows.limit(kTileRows - 1);
   const int seen = tile_limit > 0 ? (tile_limit + kBlockKeys - 1) / kBlockKeys : 0;
   // Without room to wait in, a row with more keys than a split has no result, and says so.
   const bool impossible = work == nullptr && seen > kSplitBlocks;
@@ -192,12 +160,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     give_registers<kProducerRegisters>();
     const Strides k_strides = {k_page_stride, k_row_stride, k_head_stride};
     const Strides v_strides = {v_page_stride, v_row_stride, v_head_stride};
-    const unsigned short* k_head = k + kv_head * k_strides.head;
-    const unsigned short* v_head = v + kv_head * v_strides.head;
+    const unsigned short* k_head = k + rows.kv_head * k_strides.head;
+    const unsigned short* v_head = v + rows.kv_head * v_strides.head;
     Keys keys;
-    keys.table = kPaged ? block_table + sequence * table_stride : nullptr;
+    keys.table = kPaged ? block_table + rows.sequence * table_stride : nullptr;
     keys.page_size = static_cast<unsigned>(page_size_arg);
-    keys.first_row = k_begin;
+    keys.first_row = rows.k_begin;
     keys.end = tile_limit;
     for (int block = 0; block < blocks; ++block) {
       const Turn turn(block);
@@ -220,24 +188,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int consumer = warp / 4 - 1;
   const int warp_row = (warp - 4) * kWarpRows;
   const unsigned thread = threadIdx.x - 128;
-  const int warp_limit_min = limit_of(warp_row);
+  const int warp_limit_min = rows.limit(warp_row);
 
-  // The address, in elements, of a packed row of q or out.
-  const auto row_offset = [&](int row, long long row_stride, long long head_stride) {
-    const unsigned packed = first_row + static_cast<unsigned>(row);
-    const unsigned position = packed / group;
-    const unsigned head = kv_head * group + (packed - position * group);
-    return (q_begin + static_cast<long long>(position)) * row_stride + head * head_stride;
-  };
-  const int chunk = lane % kRowChunks;
-#pragma unroll 4
-  for (int i = 0; i < kWarpRows; i += kRowsAtOnce) {
-    const int row = warp_row + i + lane / kRowChunks;
-    const bool present = row < tile_rows;
-    const unsigned short* source =
-        present ? q + row_offset(row, q_row_stride, q_head_stride) + chunk * 8 : q;
-    copy_async(base + kQTile + QTile::offset(row, chunk), source, present);
-  }
+  rows.copy_q<kHeadDim, QTile>(base + kQTile, q, q_row_stride, q_head_stride, warp_row, lane);
   copy_async_wait_all();
   fence_for_wgmma();
   named_barrier(1 + consumer, 128);  // a wgmma reads the rows of all four warps
@@ -252,17 +205,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   // Raw scores to weights; `rescale` is what O has to be multiplied by.
   const auto weigh = [&](int first_key) {
-    if (first_key + kBlockKeys > warp_limit_min) {
-      const int row_limits[2] = {limit_of(warp_row + lane / 4), limit_of(warp_row + lane / 4 + 8)};
-      const int column = first_key + lane % 4 * 2;
-#pragma unroll
-      for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if (column + 8 * j + e % 2 >= row_limits[e / 2]) scores[j][e] = -kInfinity;
-        }
-      }
-    }
+    if (first_key + kBlockKeys > warp_limit_min) rows.hide(scores, first_key, warp_row, lane);
     softmax.block(scores, scale_log2, rescale);
   };
   const auto round_weights = [&]() {
@@ -354,41 +297,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
   }
 
-  // The rows go out through this warp's own part of the Q tile, so that they are written in whole
-  // chunks. The other warps' products have read it: they are done with theirs, too.
+  // The other warps' products have read this warp's rows of Q: they are done with theirs, too.
   named_barrier(1 + consumer, 128);
-  float inverse[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float total = softmax.total(r);
-    inverse[r] = impossible ? kNan : total == 0.0f ? 0.0f : __frcp_rn(total);
-    const int row = warp_row + lane / 4 + 8 * r;
-    if (lse != nullptr && lane % 4 == 0 && row < tile_rows) {
-      const float log_sum = __fmul_rn(log2_approx(total), kLn2);
-      lse[row_offset(row, static_cast<long long>(kv_heads) * group, 1)] =
-          impossible      ? kNan
-          : total == 0.0f ? -kInfinity
-                          : __fmaf_rn(softmax.max[r], static_cast<float>(scale_arg), log_sum);
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < kDimTiles; ++n) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const unsigned offset = QTile::offset(warp_row + lane / 4 + 8 * r, n) + lane % 4 * 4;
-      *reinterpret_cast<unsigned*>(memory + kQTile + offset) =
-          Element::pack(__fmaf_rn(acc[n][2 * r], inverse[r], 0.0f),
-                        __fmaf_rn(acc[n][2 * r + 1], inverse[r], 0.0f));
-    }
-  }
-  __syncwarp();
-#pragma unroll 4
-  for (int i = 0; i < kWarpRows; i += kRowsAtOnce) {
-    const int row = warp_row + i + lane / kRowChunks;
-    if (row < tile_rows) {
-      unsigned short* target = out + row_offset(row, out_row_stride, out_head_stride) + chunk * 8;
-      *reinterpret_cast<uint4*>(target) =
-          *reinterpret_cast<const uint4*>(memory + kQTile + QTile::offset(row, chunk));
-    }
-  }
+  rows.write<Element, QTile>(softmax, acc, memory + kQTile, out, out_row_stride, out_head_stride,
+                             lse, scale_arg, impossible, warp_row, lane);
 }

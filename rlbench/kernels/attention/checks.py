@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlbench.kernels.attention.generic import ELEMENTS, HEAD_DIMS
+from rlbench.kernels.attention.request import ELEMENTS, HEAD_DIMS
 
 _CHUNK = 8  # elements in a 16-byte access
 

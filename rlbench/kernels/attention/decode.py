@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
-
-from rlbench.kernels.attention.generic import BLOCK_KEYS, ELEMENTS, LOG2_E, split_keys, strides
 from rlbench.kernels.attention.launch import Launch, Plan, fits, load
+from rlbench.kernels.attention.request import BLOCK_KEYS, ELEMENTS, split_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
     from cuda.core import Kernel
+
+    from rlbench.kernels.attention.request import Request
 
 HEADS = 8
 """Query heads of a KV group that one cluster serves."""
@@ -113,81 +112,57 @@ def variants() -> Iterator[Variant | Combine]:
                 yield Combine(head_dim, element, paged)
 
 
-def serves(q: Tensor, kv_heads: int, sequences: int, max_seqlen_q: int) -> bool:
+def serves(request: Request) -> bool:
     """Whether the call is a decode step that is faster here; the bits are the same either way.
 
     With more (sequence, KV head) pairs than SMs the generic kernel fills the GPU by itself.
     """
-    if max_seqlen_q != 1:
+    if request.max_seqlen_q != 1:
         return False
     from cuda.core import Device
 
-    machine = Device(q.device.index)
-    build = Variant(q.shape[2], ELEMENTS[q.dtype], paged=True)
-    few = sequences * kv_heads <= machine.properties.multiprocessor_count
-    return bool(few and fits(build, machine, _CAPABILITIES))
+    machine = Device(request.device)
+    few = request.sequences * request.kv_heads <= machine.properties.multiprocessor_count
+    return bool(few and fits(Variant(*request.build), machine, _CAPABILITIES))
 
 
-def plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sequences: int,
-    block_table: Tensor | None,
-    splits: int,
-    softmax_scale: float,
-) -> Plan:
-    """What a decode step launches. The device is the current one.
-
-    splits: no sequence has keys in more of them.
-    """
+def plan(request: Request) -> Plan:
+    """What a decode step launches. The device is the current one."""
     from cuda.core import LaunchConfig
 
-    device = q.device.index
-    _, q_heads, head_dim = q.shape
-    variant, kernel, combine = _load(head_dim, q.dtype, block_table is not None, device)
-    kv_heads = k.shape[-2]
-    group = q_heads // kv_heads
-    numbers = (
-        *strides(q, k, v, out, block_table),
-        kv_heads,
-        group,
-        sequences,
-        splits,
-        float(softmax_scale),
-        softmax_scale * LOG2_E,
-    )
-    clusters = splits * sequences * kv_heads * -(-group // HEADS)
+    variant, kernel, combine = _load(request.build, request.device)
+    sequences, splits, q_heads = request.sequences, request.splits, request.q.shape[1]
+    numbers = (*request.first_numbers, sequences, splits, *request.scales)
+    clusters = splits * sequences * request.kv_heads * -(-request.group // HEADS)
     config = LaunchConfig(
         grid=clusters * variant.ranks, block=variant.threads, shmem_size=variant.shared_bytes
     )
     parts = Launch(config, kernel, numbers)
     if splits == 1:
-        return Plan(device, (parts,), 0)
+        return Plan(request.device, (parts,), 0)
     merging = Launch(
         LaunchConfig(
-            grid=sequences * q_heads, block=head_dim, programmatic_stream_serialization=True
+            grid=sequences * q_heads,
+            block=variant.head_dim,
+            programmatic_stream_serialization=True,
         ),
         combine,
         numbers,
     )
-    return Plan(device, (parts, merging), splits * sequences * q_heads * (head_dim + 5))
+    work = splits * sequences * q_heads * (variant.head_dim + 5)
+    return Plan(request.device, (parts, merging), work)
 
 
-_loaded: dict[tuple[int, torch.dtype, bool, int], tuple[Variant, Kernel, Kernel]] = {}
+_loaded: dict[tuple[tuple[int, str, bool], int], tuple[Variant, Kernel, Kernel]] = {}
 
 
-def _load(
-    head_dim: int, dtype: torch.dtype, paged: bool, device: int
-) -> tuple[Variant, Kernel, Kernel]:
-    key = (head_dim, dtype, paged, device)
-    found = _loaded.get(key)
+def _load(build: tuple[int, str, bool], device: int) -> tuple[Variant, Kernel, Kernel]:
+    found = _loaded.get((build, device))
     if found is None:
         from cuda.core import Device
 
         machine = Device(device)
-        variant = Variant(head_dim, ELEMENTS[dtype], paged)
-        combine = Combine(head_dim, ELEMENTS[dtype], paged)
-        found = _loaded[key] = variant, load(variant, machine), load(combine, machine)
+        variant = Variant(*build)
+        kernels = load(variant, machine), load(Combine(*build), machine)
+        found = _loaded[build, device] = variant, *kernels
     return found

@@ -10,6 +10,7 @@ from torch import Tensor
 from rlbench.kernels.attention import decode, generic, prefill
 from rlbench.kernels.attention.checks import check
 from rlbench.kernels.attention.launch import KEPT, Plan, run, stream_of
+from rlbench.kernels.attention.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +68,7 @@ def _forward(
     if plan is None:
         rest = (max_seqlen_q, splits, causal, softmax_scale)
         check(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, *rest)
-        plan = _plan(q, k, v, out, cu_seqlens_q.shape[0] - 1, block_table, *rest)
+        plan = _plan(Request(q, k, v, out, block_table, cu_seqlens_q.shape[0] - 1, *rest))
         if len(_plans) >= KEPT:
             _plans.clear()
         _plans[key] = plan
@@ -104,28 +105,16 @@ def _signature(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sequences: int,
-    block_table: Tensor | None,
-    max_seqlen_q: int,
-    splits: int,
-    causal: bool,
-    softmax_scale: float,
-) -> Plan:
+def _plan(request: Request) -> Plan:
     """What a checked call launches. Here it is decided which source serves it."""
-    if q.shape[0] == 0 or sequences == 0 or max_seqlen_q == 0:
-        return Plan(q.device.index, (), 0)
-    with torch.cuda.device(q.device):
-        if decode.serves(q, k.shape[-2], sequences, max_seqlen_q):
-            return decode.plan(q, k, v, out, sequences, block_table, splits, softmax_scale)
-        rest = (sequences, block_table, max_seqlen_q, splits, causal, softmax_scale)
-        if max_seqlen_q > 1 and prefill.serves(q):
-            return prefill.plan(q, k, v, out, *rest)
-        return generic.plan(q, k, v, out, *rest)
+    if request.q.shape[0] == 0 or request.sequences == 0 or request.max_seqlen_q == 0:
+        return Plan(request.device, (), 0)
+    with torch.cuda.device(request.device):
+        if decode.serves(request):
+            return decode.plan(request)
+        if prefill.serves(request):
+            return prefill.plan(request)
+        return generic.plan(request)
 
 
 _NAME = "rlbench::attention_forward"

@@ -5,20 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
-
-from rlbench.kernels.attention.generic import BLOCK_KEYS, ELEMENTS, numbers_of, tiles_of
-from rlbench.kernels.attention.launch import Launch, Plan, fits, load
+from rlbench.kernels.attention import tiles
+from rlbench.kernels.attention.launch import fits, load
+from rlbench.kernels.attention.request import BLOCK_KEYS, ELEMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
     from cuda.core import Kernel
 
-TILE_ROWS = 128
-"""Rows of a thread block, 64 for each of two consumer warpgroups."""
-_CONSUMER_THREADS = 256
+    from rlbench.kernels.attention.launch import Plan
+    from rlbench.kernels.attention.request import Request
+
 _STAGES = 2  # of K and of V
 _CAPABILITIES = range(9, 10)  # wgmma
 
@@ -28,7 +26,10 @@ class Variant:
     """One build of the source, which checks shared_bytes."""
 
     source: ClassVar[str] = "attention/attention_prefill_sm90"
-    threads: ClassVar[int] = 128 + _CONSUMER_THREADS
+    tile_rows: ClassVar[int] = 128
+    """64 for each of two consumer warpgroups, beside which there is the producer's."""
+    row_threads: ClassVar[int] = 256
+    threads: ClassVar[int] = 128 + 256
 
     head_dim: int
     element: str
@@ -43,13 +44,8 @@ class Variant:
     @property
     def shared_bytes(self) -> int:
         """Q, the stages of K and V, their barriers, and room to align them to 1024 bytes."""
-        rows = TILE_ROWS + 2 * _STAGES * BLOCK_KEYS[self.head_dim]
+        rows = self.tile_rows + 2 * _STAGES * BLOCK_KEYS[self.head_dim]
         return rows * self.head_dim * 2 + 4 * _STAGES * 8 + 1024
-
-    @property
-    def waiting_floats(self) -> int:
-        """What a block keeps in global memory between splits: O, and a maximum and sum a row."""
-        return _CONSUMER_THREADS * (self.head_dim // 8 + 1) * 4
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -71,50 +67,27 @@ def variants() -> Iterator[Variant]:
                 yield Variant(head_dim, element, paged)
 
 
-def serves(q: Tensor) -> bool:
+def serves(request: Request) -> bool:
     """Whether this kernel can take the call; the generic kernel's bits are the same."""
     from cuda.core import Device
 
-    build = Variant(q.shape[2], ELEMENTS[q.dtype], paged=True)
-    return fits(build, Device(q.device.index), _CAPABILITIES)
+    more_than_decode = request.max_seqlen_q > 1
+    return more_than_decode and fits(Variant(*request.build), Device(request.device), _CAPABILITIES)
 
 
-def plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sequences: int,
-    block_table: Tensor | None,
-    max_seqlen_q: int,
-    splits: int,
-    causal: bool,
-    softmax_scale: float,
-) -> Plan:
-    """What a checked call with something to compute launches. The device is the current one.
-
-    splits: no sequence has keys in more of them.
-    """
-    from cuda.core import LaunchConfig
-
-    device = q.device.index
-    variant, kernel = _load(q.shape[2], q.dtype, block_table is not None, device)
-    tiles, blocks = tiles_of(q, k, sequences, max_seqlen_q, TILE_ROWS)
-    numbers = numbers_of(q, k, v, out, block_table, tiles, causal, softmax_scale)
-    config = LaunchConfig(grid=blocks, block=variant.threads, shmem_size=variant.shared_bytes)
-    work = blocks * variant.waiting_floats if splits > 1 else 0
-    return Plan(device, (Launch(config, kernel, numbers),), work)
+def plan(request: Request) -> Plan:
+    """What the request launches. The device is the current one."""
+    return tiles.plan(request, *_load(request.build, request.device))
 
 
-_loaded: dict[tuple[int, torch.dtype, bool, int], tuple[Variant, Kernel]] = {}
+_loaded: dict[tuple[tuple[int, str, bool], int], tuple[Variant, Kernel]] = {}
 
 
-def _load(head_dim: int, dtype: torch.dtype, paged: bool, device: int) -> tuple[Variant, Kernel]:
-    key = (head_dim, dtype, paged, device)
-    found = _loaded.get(key)
+def _load(build: tuple[int, str, bool], device: int) -> tuple[Variant, Kernel]:
+    found = _loaded.get((build, device))
     if found is None:
         from cuda.core import Device
 
-        variant = Variant(head_dim, ELEMENTS[dtype], paged)
-        found = _loaded[key] = variant, load(variant, Device(device))
+        variant = Variant(*build)
+        found = _loaded[build, device] = variant, load(variant, Device(device))
     return found

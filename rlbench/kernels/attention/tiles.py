@@ -1,0 +1,53 @@
+"""Launching a source whose thread blocks take tiles of rows: the generic one, and the prefill's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from rlbench.kernels.attention.launch import Build, Launch, Plan
+
+if TYPE_CHECKING:
+    from cuda.core import Kernel
+
+    from rlbench.kernels.attention.request import Request
+
+MAX_GRID = 2**31 - 1
+
+
+class TiledBuild(Build, Protocol):
+    """A build of such a source."""
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a thread block."""
+
+    @property
+    def row_threads(self) -> int:
+        """Threads of a block that have rows."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+
+
+def plan(request: Request, build: TiledBuild, kernel: Kernel) -> Plan:
+    """What the request launches. Raises ValueError where a grid cannot have that many blocks."""
+    from cuda.core import LaunchConfig
+
+    tiles = -(-request.max_seqlen_q * request.group // build.tile_rows)
+    blocks = tiles * request.kv_heads * request.sequences
+    if blocks > MAX_GRID:
+        raise ValueError(
+            f"max_seqlen_q {request.max_seqlen_q} for {request.sequences} sequences and "
+            f"{request.q.shape[1]} heads needs {blocks} thread blocks; at most {MAX_GRID} can be "
+            "started"
+        )
+    numbers = (*request.first_numbers, tiles, 1 if request.causal else 0, *request.scales)
+    config = LaunchConfig(grid=blocks, block=build.threads, shmem_size=build.shared_bytes)
+    # Between splits: O, and a maximum and a sum for each of a thread's two rows (waiting.cuh).
+    waiting = build.row_threads * (build.head_dim // 8 + 1) * 4
+    work = blocks * waiting if request.splits > 1 else 0
+    return Plan(request.device, (Launch(config, kernel, numbers),), work)

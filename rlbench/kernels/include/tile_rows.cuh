@@ -1,0 +1,127 @@
+// A tile of packed rows, (position, head in group) pairs of one sequence under one KV head.
+#pragma once
+
+#include "copy.cuh"
+#include "row_end.cuh"
+#include "softmax.cuh"
+
+namespace rlbench {
+
+constexpr int kWarpRows = 16;  // that one warp has of a tile
+
+template <int kTileRows, bool kPaged>
+struct TileRows {
+  unsigned sequence, kv_head, kv_heads, group;
+  int q_begin, q_length, k_begin, k_length;
+  unsigned first;  // packed row
+  int count;       // of the tile's rows that there are; none: the block has nothing to do
+  bool causal;
+
+  __device__ __forceinline__ TileRows(unsigned tile, unsigned kv_head, unsigned sequence,
+                                      unsigned kv_heads, unsigned group, const int* cu_seqlens_q,
+                                      const int* lengths_k, bool causal)
+      : sequence(sequence), kv_head(kv_head), kv_heads(kv_heads), group(group), causal(causal) {
+    q_begin = cu_seqlens_q[sequence];
+    q_length = cu_seqlens_q[sequence + 1] - q_begin;
+    k_begin = kPaged ? 0 : lengths_k[sequence];
+    k_length = kPaged ? lengths_k[sequence] : lengths_k[sequence + 1] - k_begin;
+    const long long packed_rows = static_cast<long long>(q_length) * group;
+    const long long begin = static_cast<long long>(tile) * kTileRows;
+    first = static_cast<unsigned>(begin);
+    count = packed_rows - begin < kTileRows ? static_cast<int>(packed_rows - begin) : kTileRows;
+    if (begin >= packed_rows) count = 0;
+  }
+
+  // The number of keys that a row of this tile sees; rows past the end count as the last one.
+  __device__ __forceinline__ int limit(int row) const {
+    const int last = count - 1;
+    const unsigned packed = first + static_cast<unsigned>(row < last ? row : last);
+    return causal ? static_cast<int>(packed / group) + 1 + k_length - q_length : k_length;
+  }
+
+  // Where a row of q, out or lse begins, in elements.
+  __device__ __forceinline__ long long offset(int row, long long row_stride,
+                                              long long head_stride) const {
+    const unsigned packed = first + static_cast<unsigned>(row);
+    const unsigned position = packed / group;
+    const unsigned head = kv_head * group + (packed - position * group);
+    return (q_begin + static_cast<long long>(position)) * row_stride + head * head_stride;
+  }
+
+  // Starts copying a warp's rows of q to where Tile::offset(row, chunk) says, zeros for absent ones.
+  template <int kHeadDim, class Tile>
+  __device__ __forceinline__ void copy_q(unsigned shared, const unsigned short* q,
+                                         long long row_stride, long long head_stride, int warp_row,
+                                         int lane) const {
+    constexpr int kRowChunks = kHeadDim * 2 / kChunkBytes;
+    const int chunk = lane % kRowChunks;
+#pragma unroll 4
+    for (int i = 0; i < kWarpRows; i += 32 / kRowChunks) {
+      const int row = warp_row + i + lane / kRowChunks;
+      const bool present = row < count;
+      const unsigned short* source =
+          present ? q + offset(row, row_stride, head_stride) + chunk * 8 : q;
+      copy_async(shared + Tile::offset(row, chunk), source, present);
+    }
+  }
+
+  // Sets the scores of keys that a row does not see to -inf. `first_key` is the block's.
+  template <int kKeyTiles>
+  __device__ __forceinline__ void hide(float (&scores)[kKeyTiles][4], int first_key, int warp_row,
+                                       int lane) const {
+    const int limits[2] = {limit(warp_row + lane / 4), limit(warp_row + lane / 4 + 8)};
+    const int column = first_key + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (column + 8 * j + e % 2 >= limits[e / 2]) scores[j][e] = -kInfinity;
+      }
+    }
+  }
+
+  // Divides a warp's rows by their sums and writes them, through the warp's own part of a tile in
+  // `shared`, so that they are written in whole chunks; and their lse, if it is asked for.
+  template <class Element, class Tile, int kDimTiles>
+  __device__ __forceinline__ void write(const SoftmaxRows& softmax,
+                                        const float (&acc)[kDimTiles][4], unsigned char* shared,
+                                        unsigned short* out, long long row_stride,
+                                        long long head_stride, float* lse, double scale,
+                                        bool impossible, int warp_row, int lane) const {
+    float inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float total = softmax.total(r);
+      inverse[r] = inverse_of(total, impossible);
+      const int row = warp_row + lane / 4 + 8 * r;
+      if (lse != nullptr && lane % 4 == 0 && row < count) {
+        lse[offset(row, static_cast<long long>(kv_heads) * group, 1)] =
+            log_sum_exp(softmax.max[r], total, scale, impossible);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kDimTiles; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const unsigned place = Tile::offset(warp_row + lane / 4 + 8 * r, n) + lane % 4 * 4;
+        *reinterpret_cast<unsigned*>(shared + place) =
+            Element::pack(__fmaf_rn(acc[n][2 * r], inverse[r], 0.0f),
+                          __fmaf_rn(acc[n][2 * r + 1], inverse[r], 0.0f));
+      }
+    }
+    __syncwarp();
+    constexpr int kRowChunks = kDimTiles;
+    const int chunk = lane % kRowChunks;
+#pragma unroll 4
+    for (int i = 0; i < kWarpRows; i += 32 / kRowChunks) {
+      const int row = warp_row + i + lane / kRowChunks;
+      if (row < count) {
+        unsigned short* target = out + offset(row, row_stride, head_stride) + chunk * 8;
+        *reinterpret_cast<uint4*>(target) =
+            *reinterpret_cast<const uint4*>(shared + Tile::offset(row, chunk));
+      }
+    }
+  }
+};
+
+}  // namespace rlbench
