@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rlbench.render.view import Price, Row, duration, nans, tally
+from rlbench.render.pricing import Price
+from rlbench.render.view import Row, duration, nans, tally
 from rlbench.results.schema import Result
 from rlbench.results.vocabulary import Status
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlbench.render import cells, view
+from rlbench.render import cells, pricing, questions, sameness, view
 from rlbench.render.table import heading
 from rlbench.results.schema import Report
 from rlbench.results.vocabulary import ANSWERED
@@ -62,7 +62,7 @@ def glance(report: Report, sheet: view.Sheet, *, several: bool) -> str:
     """One table a case: verdicts, the error beside plain torch's, one latency a pass."""
     scenarios = [s for s in view.INVARIANCE if any(s in row.results for row in sheet.rows)]
     accuracy = ["error × torch"] if any("accuracy" in row.results for row in sheet.rows) else []
-    columns = [(p, s, view.prices(report, sheet, p, s)) for p, s in view.headline(sheet)]
+    columns = [(p, s, pricing.prices(report, sheet, p, s)) for p, s in view.headline(sheet)]
     lines = []
     for row in sheet.rows:
         key = (row.engine, row.environment)
@@ -110,7 +110,7 @@ def _latency(report: Report, sheet: view.Sheet, several: bool) -> list[str]:
         by_pass.setdefault(pass_, []).append(shape)
     parts, marks = [], set()
     for pass_, shown in by_pass.items():
-        columns = [view.prices(report, sheet, pass_, shape) for shape in shown]
+        columns = [pricing.prices(report, sheet, pass_, shape) for shape in shown]
         lines = []
         for row in sheet.rows:
             found = [column.get((row.engine, row.environment)) for column in columns]
@@ -137,7 +137,7 @@ def _questions(sheet: view.Sheet) -> str:
             escape(q.exercised) or "–",
             escape(", ".join(q.differing)) or f"none of {q.asked}",
         ]
-        for q in view.questions(sheet)
+        for q in questions.questions(sheet)
         if q.asked
     ]
     if not lines:
@@ -148,7 +148,7 @@ def _questions(sheet: view.Sheet) -> str:
 
 def _agreement(sheet: view.Sheet) -> str:
     lines = []
-    for tensor, groups in view.agreement(sheet).items():
+    for tensor, groups in sameness.agreement(sheet).items():
         shared = [_together(group) for group in groups if len(group.engines) > 1]
         alone = [_together(group) for group in groups if len(group.engines) == 1]
         if shared:
@@ -159,14 +159,14 @@ def _agreement(sheet: view.Sheet) -> str:
     return "### Which engines agree bit for bit\n\n" + table(head, lines)
 
 
-def _together(group: view.Group) -> str:
+def _together(group: sameness.Group) -> str:
     return " = ".join(map(escape, group.engines))
 
 
 def _differences(sheet: view.Sheet, differences: Differences | None) -> list[str]:
     parts = []
-    for tensor, groups in view.agreement(sheet).items():
-        matrix = view.matrix(groups, differences)
+    for tensor, groups in sameness.agreement(sheet).items():
+        matrix = sameness.matrix(groups, differences)
         if matrix:
             numbers = [str(i + 1) for i in range(len(matrix.groups))]
             rows = zip(numbers, map(_together, matrix.groups), matrix.cells, strict=True)
@@ -176,7 +176,7 @@ def _differences(sheet: view.Sheet, differences: Differences | None) -> list[str
     if parts:
         how = cells.HOW_TO_READ_DIFFERENCES
         parts.insert(0, f"### How far apart outputs are\n\n{how[0].upper()}{how[1:]}.")
-    missing = view.unsaved(sheet, differences)
+    missing = sameness.unsaved(sheet, differences)
     if missing:
         parts.append(f"No saved outputs: {escape(', '.join(missing))}.")
     return parts

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rlbench.render import cells, view
+from rlbench.render import cells, pricing, sameness, view
 from rlbench.results.schema import Report
 
 if TYPE_CHECKING:
@@ -43,19 +43,19 @@ def agreement(report: Report, console: Console, differences: Differences | None 
         console.print(Text(heading(sheet), style="bold"))
         if differences:
             console.print(Text(cells.HOW_TO_READ_DIFFERENCES, style="dim"))
-        for tensor, groups in view.agreement(sheet).items():
+        for tensor, groups in sameness.agreement(sheet).items():
             console.print(Text(view.clean(tensor)))
-            matrix = view.matrix(groups, differences)
+            matrix = sameness.matrix(groups, differences)
             if matrix:
                 _matrix(matrix, console)
             else:
                 _groups(groups, console)
-        unsaved = view.unsaved(sheet, differences)
+        unsaved = sameness.unsaved(sheet, differences)
         if unsaved:
             console.print(Text(view.clean(f"no saved outputs: {', '.join(unsaved)}"), "yellow"))
 
 
-def _groups(groups: Sequence[view.Group], console: Console) -> None:
+def _groups(groups: Sequence[sameness.Group], console: Console) -> None:
     for group in groups:
         if len(group.engines) > 1:
             _indented(" = ".join(group.engines), "", console)
@@ -68,7 +68,7 @@ def _indented(text: str, style: str, console: Console) -> None:
     console.print(Padding(Text(view.clean(text), style=style), (0, 0, 0, 2)))
 
 
-def _matrix(matrix: view.Matrix, console: Console) -> None:
+def _matrix(matrix: sameness.Matrix, console: Console) -> None:
     """The groups by number, and under them the matrix, in as many blocks as the width asks for."""
     names = [str(i + 1) for i in range(len(matrix.groups))]
     for name, group in zip(names, matrix.groups, strict=True):
@@ -118,7 +118,7 @@ def price_table(report: Report, sheet: view.Sheet, rows: list[view.Row], several
     for pass_, shape in view.headline(sheet):
         title = Text(view.clean(f"{pass_} {shape}") + "\n× fastest")
         table.add_column(title, justify="right", no_wrap=True)
-        columns.append(view.prices(report, sheet, pass_, shape))
+        columns.append(pricing.prices(report, sheet, pass_, shape))
     for row in rows:
         if "accuracy" in row.results or "latency" in row.results:
             found = [prices.get((row.engine, row.environment)) for prices in columns]
@@ -157,7 +157,7 @@ def _legend(report: Report, sheet: view.Sheet, console: Console) -> None:
     doubts = {
         doubt
         for pass_, shape in view.headline(sheet)
-        for price in view.prices(report, sheet, pass_, shape).values()
+        for price in pricing.prices(report, sheet, pass_, shape).values()
         for doubt in price.doubts
     }
     for mark in sorted(cells.DOUBT_MARKS[doubt] for doubt in doubts):

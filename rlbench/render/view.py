@@ -7,17 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rlbench.results.schema import Case, Check, Environment, Point, Report, Result
+from rlbench.results.schema import Case, Report, Result
 from rlbench.results.vocabulary import ANSWERED, BROKEN, Property, Status
 
 if TYPE_CHECKING:
-    from rlbench.differences import Differences
+    pass
 
 INVARIANCE = ("batch", "chunked-prefill", "decode", "backward")
-PROBE_SPREAD = 0.03
-"""Two engines' clock probes further apart than this make their ratio doubtful."""
-WRONG_ERROR = 10.0
-"""An error so many times plain torch's is no rounding: such an engine is nobody's yardstick."""
 FIRST, LAST = ("rlbench",), ("control",)
 
 
@@ -41,17 +37,6 @@ class Sheet:
     op: str
     case_id: str
     rows: list[Row]
-
-
-@dataclass(frozen=True)
-class Price:
-    """One latency point beside the fastest comparable one."""
-
-    point: Point
-    ratio: float
-    """Over the fastest on the same device and driver."""
-    doubts: tuple[str, ...]
-    """Why the ratio is to be read with care: another timer, clocks that moved."""
 
 
 def sheets(report: Report) -> list[Sheet]:
@@ -78,7 +63,7 @@ def _superseded(row: Row, rows: Sequence[Row]) -> bool:
 
 
 def _rank(engine: str) -> int:
-    if _is_control(engine):
+    if is_control(engine):
         return 2
     return 0 if engine.split(":", maxsplit=1)[0] in FIRST else 1
 
@@ -89,46 +74,7 @@ def tally(result: Result) -> tuple[int, int]:
     return sum(check.equal for check in checks), len(checks)
 
 
-@dataclass(frozen=True)
-class Question:
-    """One check of one scenario, over all engines that took it."""
-
-    scenario: str
-    variation: str
-    exercised: str
-    differing: tuple[str, ...]
-    """`engine (share of elements)`, for each whose bits differed."""
-    asked: int
-    """Engines that took it, the control not counted."""
-
-
-def questions(sheet: Sheet) -> list[Question]:
-    """Every check asked of this case, in the order of asking."""
-    found: dict[tuple[str, str], list[tuple[str, Check]]] = {}
-    for row in sheet.rows:
-        for scenario in INVARIANCE:
-            result = row.result(scenario)
-            for check in (result.checks if result else None) or ():
-                found.setdefault((scenario, check.variation), []).append((row.engine, check))
-    order = {scenario: i for i, scenario in enumerate(INVARIANCE)}
-    return [
-        Question(
-            scenario,
-            variation,
-            next((c.exercised for _, c in checks if c.exercised), ""),
-            tuple(f"{e} ({_share(c)})" for e, c in checks if not c.equal and not _is_control(e)),
-            sum(not _is_control(engine) for engine, _ in checks),
-        )
-        for (scenario, variation), checks in sorted(found.items(), key=lambda i: order[i[0][0]])
-    ]
-
-
-def _share(check: Check) -> str:
-    share = 100 * check.differing / check.elements
-    return f"{share:.0f} %" if share >= 1 else "under 1 %"
-
-
-def _is_control(engine: str) -> bool:
+def is_control(engine: str) -> bool:
     return engine.split(":", maxsplit=1)[0] in LAST
 
 
@@ -162,78 +108,6 @@ def headline(sheet: Sheet) -> list[tuple[str, str]]:
         if pass_ not in chosen or single:
             chosen[pass_] = shape
     return list(chosen.items())
-
-
-def prices(report: Report, sheet: Sheet, pass_: str, shape: str) -> dict[tuple[str, str], Price]:
-    """(engine, environment) -> its latency at one shape, beside the fastest comparable one."""
-    environments = {e.id: e for e in report.environments}
-    points = {
-        (row.engine, row.environment): point
-        for row in sheet.rows
-        for point in _points(row)
-        if (point.pass_, point.shape) == (pass_, shape)
-    }
-    wrong = {(row.engine, row.environment) for row in sheet.rows if _is_wrong(row, pass_)}
-    out = {}
-    for key, point in points.items():
-        rivals = [other for other in points if _same_device(environments, key[1], other[1])]
-        # A fast wrong answer is no yardstick, unless there is no other.
-        best = min(rivals, key=lambda k: (k in wrong, points[k].median_us))
-        doubts = _doubts(environments, points, key, best)
-        out[key] = Price(
-            point,
-            point.median_us / points[best].median_us,
-            ("wrong", *doubts) if key in wrong else doubts,
-        )
-    return out
-
-
-def _is_wrong(row: Row, pass_: str) -> bool:
-    """Whether some output of the pass is not finite, or far from fp64 beside plain torch's."""
-    result = row.result("accuracy")
-    return any(
-        errors.nonfinite > 0 or (errors.ratio_to_torch or 0.0) > WRONG_ERROR
-        for tensor, errors in ((result.errors if result else None) or {}).items()
-        if tensor.startswith(f"{pass_}.")
-    )
-
-
-def _points(row: Row) -> Iterable[Point]:
-    result = row.result("latency")
-    return (result.points if result else None) or ()
-
-
-def _same_device(environments: dict[str, Environment], a: str, b: str) -> bool:
-    if a == b:
-        return True
-    if a not in environments or b not in environments:
-        return False
-    one, two = environments[a].device, environments[b].device
-    return (one.name, one.driver) == (two.name, two.driver)
-
-
-def _doubts(
-    environments: dict[str, Environment],
-    points: dict[tuple[str, str], Point],
-    key: tuple[str, str],
-    best: tuple[str, str],
-) -> tuple[str, ...]:
-    if key == best:
-        return ()
-    doubts = []
-    if points[key].timer != points[best].timer:
-        doubts.append("timer")
-    ours, theirs = _probe(environments, key), _probe(environments, best)
-    if ours and theirs and max(ours, theirs) > min(ours, theirs) * (1 + PROBE_SPREAD):
-        doubts.append("clocks")
-    return tuple(doubts)
-
-
-def _probe(environments: dict[str, Environment], key: tuple[str, str]) -> float | None:
-    """The mean of an engine's clock probes, before and after its jobs."""
-    environment = environments.get(key[1])
-    probes = [p.tflops for p in (environment.probes if environment else []) if p.engine == key[0]]
-    return sum(probes) / len(probes) if probes else None
 
 
 @dataclass(frozen=True)
@@ -327,86 +201,6 @@ def _remarks(result: Result) -> Iterable[tuple[str, bool, list[str]]]:
         by_reason.setdefault(skipped.reason, []).append(skipped.variation)
     for reason, variations in by_reason.items():
         yield reason, False, variations
-
-
-@dataclass(frozen=True)
-class Group:
-    """Engines that gave the same bits."""
-
-    digest: str
-    engines: tuple[str, ...]
-    """Each with its environment where the case has it from several."""
-
-
-def agreement(sheet: Sheet) -> dict[str, list[Group]]:
-    """Output tensor -> groups of engines whose bits agree, largest first; lone engines too."""
-    tensors: dict[str, dict[str, set[str]]] = {}
-    for row in sheet.rows:
-        for result in row.results.values():
-            for tensor, digest in (result.digests or {}).items():
-                name = f"{result.scenario} {tensor}"
-                engines = tensors.setdefault(name, {}).setdefault(digest, set())
-                engines.add(label(sheet, row.engine, row.environment))
-    return {
-        name: sorted(
-            (Group(digest, tuple(sorted(engines))) for digest, engines in groups.items()),
-            key=lambda g: (-len(g.engines), g.engines),
-        )
-        for name, groups in sorted(tensors.items())
-    }
-
-
-def label(sheet: Sheet, engine: str, environment: str) -> str:
-    """The engine, with its environment if the sheet has it from several."""
-    several = sum(row.engine == engine for row in sheet.rows) > 1
-    return f"{engine} ({environment})" if several else engine
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """The groups of one output whose tensors were saved, and how far each two are apart."""
-
-    groups: list[Group]
-    unsaved: list[Group]
-    cells: list[list[str]]
-    """Above the diagonal the largest difference, below it the mean one."""
-
-
-def matrix(groups: Sequence[Group], differences: Differences | None) -> Matrix | None:
-    """None where there are no two groups to compare."""
-    if differences is None:
-        return None
-    saved = [group for group in groups if group.digest in differences.read]
-    if len(saved) < 2:
-        return None
-    return Matrix(
-        saved,
-        [group for group in groups if group not in saved],
-        [[_apart(differences, saved, i, j) for j in range(len(saved))] for i in range(len(saved))],
-    )
-
-
-def _apart(differences: Differences, groups: Sequence[Group], i: int, j: int) -> str:
-    if i == j:
-        return "·"
-    # Not there only if the same digest stands for tensors of two outputs.
-    pair = differences.pairs.get(frozenset((groups[i].digest, groups[j].digest)))
-    return magnitude(pair.largest if i < j else pair.mean) if pair else "–"
-
-
-def magnitude(value: float) -> str:
-    """`3.9e-3`, `1.5`, `NaN`; `±0` where unequal bits are equal numbers."""
-    if value == 0:
-        return "±0"
-    digits, _, power = f"{value:.1e}".partition("e")
-    return f"{digits}e{int(power)}" if int(power or 0) else digits.replace("nan", "NaN")
-
-
-def unsaved(sheet: Sheet, differences: Differences | None) -> list[str]:
-    """The engines whose outputs should have been compared and could not be read."""
-    keys = differences.unsaved if differences else ()
-    here = [key for key in keys if key[:2] == (sheet.op, sheet.case_id)]
-    return sorted(label(sheet, engine, environment) for _, _, engine, environment, _ in here)
 
 
 def clean(text: str) -> str:

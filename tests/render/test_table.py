@@ -21,7 +21,7 @@ from sample_report import (
 )
 
 from rlbench.differences import Difference, Differences
-from rlbench.render import table, view
+from rlbench.render import sameness, table
 from rlbench.results.schema import Report
 
 
@@ -184,7 +184,7 @@ def test_twenty_engines_fit_any_width_and_no_pair_is_lost(width: int) -> None:
     for i in range(20):
         assert f" {i + 1}: engine-{i:02}" in text
         for j in range(i + 1, 20):
-            assert view.magnitude(i + 10.0 * j) in text.split()
+            assert sameness.magnitude(i + 10.0 * j) in text.split()
     rows: dict[str, list[str]] = {}
     for line in text.split("no saved tensor")[1].splitlines():
         words = line.split()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sample_report import check, environment, errors, everything, point, probe, report, result
 
-from rlbench.render import cells, view
+from rlbench.render import cells, pricing, sameness, view
 from rlbench.results.schema import Report
 
 
@@ -23,7 +23,7 @@ def latencies(*made: tuple[str, str, float, str], environments: list[object]) ->
 
 def prices(made: Report) -> dict[tuple[str, str], tuple[float, tuple[str, ...]]]:
     (sheet,) = view.sheets(made)
-    found = view.prices(made, sheet, "decode", "1x8")
+    found = pricing.prices(made, sheet, "decode", "1x8")
     return {key: (price.ratio, price.doubts) for key, price in found.items()}
 
 
@@ -99,7 +99,8 @@ def test_where_all_are_wrong_one_of_them_is_the_yardstick() -> None:
 def test_agreement_groups_engines_by_digest_largest_first() -> None:
     (sheet,) = view.sheets(everything())
     found = {
-        name: [group.engines for group in groups] for name, groups in view.agreement(sheet).items()
+        name: [group.engines for group in groups]
+        for name, groups in sameness.agreement(sheet).items()
     }
     assert found["batch prefill.out"] == [("fa4", "rlbench")]
     assert found["decode prefill.out"] == [("fa4",), ("rlbench",)]
@@ -116,7 +117,7 @@ def test_agreement_names_the_environments_of_an_engine_that_has_several() -> Non
         ]
     )
     (sheet,) = view.sheets(made)
-    (groups,) = view.agreement(sheet).values()
+    (groups,) = sameness.agreement(sheet).values()
     assert [group.engines for group in groups] == [("fa2", "fa3 (two)"), ("fa3 (one)",)]
 
 
@@ -133,7 +134,7 @@ def test_agreement_names_the_environments_of_an_engine_that_has_several() -> Non
     ],
 )
 def test_magnitudes_are_short(value: float, text: str) -> None:
-    assert view.magnitude(value) == text
+    assert sameness.magnitude(value) == text
 
 
 def test_engine_unavailable_here_but_measured_elsewhere_has_one_row() -> None:

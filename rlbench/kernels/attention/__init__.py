@@ -2,7 +2,7 @@
 
 `docs/kernels/attention.md` has the promise; the head of `attention_generic.cu` has the definition
 of the result. A call goes through `operator.py` (what torch sees), `checks.py`, the Python file
-beside the `.cu` source that it needs (`generic.py`: builds and launch arguments) and `launch.py`.
+beside the `.cu` source that serves it (`generic.py`, `prefill.py`, `decode.py`) and `launch.py`.
 """
 
 from __future__ import annotations
