@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 def load_attention(options: Mapping[str, str], device: str) -> Kernel:
     from rlbench.kernels import attention
-    from rlbench.kernels.attention.launch import SWITCH
+    from rlbench.kernels.attention.launch import hopper_is_on
     from rlbench.ops._op import Kernel, Run
     from rlbench.ops.attention.calls import PackedPrefill, PagedPrefill
 
@@ -31,7 +30,7 @@ def load_attention(options: Mapping[str, str], device: str) -> Kernel:
     return Kernel(
         {"prefill": packed, "paged-prefill": paged, "decode": paged},
         unsupported={"backward": "its backward is not written yet"},
-        resolved={"kernels for Hopper": "on" if os.environ.get(SWITCH) == "1" else "off"},
+        resolved={"kernels for Hopper": "on" if hopper_is_on() else "off"},
     )
 
 

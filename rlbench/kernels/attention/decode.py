@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 HEADS = 8
 """Query heads of a KV group that one cluster serves."""
 _KEY_WARPS = 8
+_PAIRS_PER_SM = 1 / 3
+"""(sequence, KV head) pairs from which on the generic kernel is faster: 61 at D = 256, 42 at 128 and
+52 at 64 on an H200's 132 SMs, by the times of 1 and 16 sequences of 8192 keys."""
 _CAPABILITIES = range(9, 12)  # which have clusters; from 12 on shared memory is too small
 
 
@@ -115,14 +118,15 @@ def variants() -> Iterator[Variant | Combine]:
 def serves(request: Request) -> bool:
     """Whether the call is a decode step that is faster here; the bits are the same either way.
 
-    With more (sequence, KV head) pairs than SMs the generic kernel fills the GPU by itself.
+    With many (sequence, KV head) pairs the generic kernel fills the GPU by itself.
     """
     if request.max_seqlen_q != 1:
         return False
     from cuda.core import Device
 
     machine = Device(request.device)
-    few = request.sequences * request.kv_heads <= machine.properties.multiprocessor_count
+    pairs = request.sequences * request.kv_heads
+    few = pairs <= _PAIRS_PER_SM * machine.properties.multiprocessor_count
     return bool(few and fits(Variant(*request.build), machine, _CAPABILITIES))
 
 

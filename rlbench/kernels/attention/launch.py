@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from cuda.core import Device, Kernel, LaunchConfig, Stream
 
 SWITCH = "RLBENCH_ATTENTION_HOPPER"
-"""Environment variable: 1 turns the kernels for sm_90 on. They compile; they have not run on a GPU
-yet, and until they have, the generic kernel serves every call."""
+"""Environment variable: 0 turns the kernels for Hopper off; the generic one then serves every call,
+with the same bits."""
 KEPT = 4096  # of plans and streams; more are forgotten all at once
 
 
@@ -56,10 +56,15 @@ class Plan(NamedTuple):
     """fp32 elements of scratch memory that the launches share."""
 
 
+def hopper_is_on() -> bool:
+    """Whether the kernels for Hopper may serve calls."""
+    return os.environ.get(SWITCH, "1") != "0"
+
+
 def fits(build: Build, machine: Device, capabilities: range) -> bool:
     """Whether a kernel written for these major compute capabilities is on and can run there."""
     return bool(
-        os.environ.get(SWITCH) == "1"
+        hopper_is_on()
         and machine.compute_capability.major in capabilities
         and build.shared_bytes <= machine.properties.max_shared_memory_per_block_optin
     )

@@ -15,6 +15,8 @@ from rlbench.ops.attention.inputs import Sequence, hash_word, values
 from rlbench.ops.attention.paging import block_table, page_order, pages_needed, slots
 
 _JUNK = 0x57A1E
+_JUNK_VALUES = 1048573
+"""So many stale values are made and repeated: a prime, so that no two pages hold the same ones."""
 
 
 def cumulative(lengths: Iterable[int], device: torch.device) -> torch.Tensor:
@@ -121,4 +123,6 @@ def _stale(junk: int | None, number: int, shape: Seq[int], like: torch.Tensor) -
     if junk is None:
         return like.new_full(tuple(shape), float("nan"))
     key = hash_word(_JUNK + 2 * junk + number)
-    return values(key, prod(shape), like.dtype, str(like.device)).view(*shape)
+    size = prod(shape)
+    some = values(key, min(size, _JUNK_VALUES), like.dtype, str(like.device))
+    return some.repeat(-(-size // _JUNK_VALUES))[:size].view(*shape)
