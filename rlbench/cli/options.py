@@ -70,12 +70,14 @@ def without_folders(word: str) -> str:
 def version() -> dict[str, str | bool | None]:
     """This rlbench's version, and its git commit if it runs from a source tree.
 
-    RLBENCH_COMMIT names the commit where a tree has travelled without its history.
+    RLBENCH_COMMIT names the commit of a tree that has travelled without its history, or beside
+    another one: it is believed.
     """
+    told = os.environ.get(COMMIT)
     tree = Path(__file__).resolve().parents[2]
-    commit = _git(tree, "rev-parse", "HEAD") if (tree / ".git").exists() else None
+    commit = None if told or not (tree / ".git").exists() else _git(tree, "rev-parse", "HEAD")
     if commit is None:
-        return {"version": __version__, "commit": os.environ.get(COMMIT), "dirty": None}
+        return {"version": __version__, "commit": told, "dirty": None}
     changes = _git(tree, "status", "--porcelain", "--", "rlbench")
     return {
         "version": __version__,

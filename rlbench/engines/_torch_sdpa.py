@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from rlbench.engines import _cudnn
 from rlbench.errors import Unsupported
 from rlbench.ops._op import Kernel, Run
 from rlbench.ops.attention.calls import PackedBackward, PackedPrefill, PagedPrefill
@@ -40,13 +41,16 @@ def kernel(backend: str) -> Kernel:
         out = attend_packed(call, q, k, v, _attend(backend, call))
         return gradients(out, (q, k, v), call.dout)
 
+    resolved = {
+        "backend": backend,
+        "launches": "one a group of equally long sequences",
+        "paged": "pages gathered before the launch",
+    }
+    if backend == "cudnn":
+        resolved["cudnn"] = _cudnn.version()
     return Kernel(
         {"prefill": prefill, "paged-prefill": paged, "decode": paged, "backward": backward},
-        resolved={
-            "backend": backend,
-            "launches": "one a group of equally long sequences",
-            "paged": "pages gathered before the launch",
-        },
+        resolved=resolved,
     )
 
 
