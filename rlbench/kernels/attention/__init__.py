@@ -2,7 +2,7 @@
 
 `docs/kernels/attention.md` has the promise; the head of `attention_generic.cu` has the definition
 of the result. A call goes through `operator.py` (what torch sees), `checks.py`, the Python file
-beside the `.cu` source that serves it (`generic.py`, `prefill.py`, `decode.py`) and `launch.py`.
+beside the `.cu` source that serves it (`generic.py`, `prefill.py`, `decode.py`, `stream.py`) and `launch.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from rlbench.kernels.attention import decode, generic, prefill
+from rlbench.kernels.attention import decode, generic, prefill, stream
 from rlbench.kernels.attention.generic import Variant
 from rlbench.kernels.attention.operator import entry
 from rlbench.kernels.attention.request import HEAD_DIMS, split_keys
@@ -29,6 +29,7 @@ def builds() -> Iterator[Build]:
     """Every build that a call can ask for."""
     yield from generic.variants()
     yield from decode.variants()
+    yield from stream.variants()
     yield from prefill.variants()
 
 
@@ -110,7 +111,7 @@ def attention(
             out. It decides only how many blocks start.
         max_seqlen_k: no sequence has more keys; the most that the shapes allow unless given. It
             decides only how many blocks start and how much scratch memory they get. Rows of a
-            sequence that has more keys, beyond the split (2048 keys, or 2080 at head dim 256) that
+            sequence that has more keys, beyond the split (2304 keys, or 2240 at head dim 256) that
             it ends in, may become NaN.
         block_table: `[sequences, max_pages]`, int32: the pages of each sequence in order. Entries
             beyond a sequence's last page are never read; the others must name pages of k.

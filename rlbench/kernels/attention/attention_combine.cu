@@ -17,6 +17,7 @@ constexpr int kHeadDim = HEAD_DIM;
 constexpr int kSplitKeys = kSplitBlocksOf<kHeadDim> * kBlockKeysOf<kHeadDim>;
 constexpr bool kPaged = PAGED != 0;
 using Element = ELEMENT;
+constexpr int kAtOnce = 16;  // splits
 
 // The parameters of attention_decode_sm90.cu. grid = sequences * heads.
 extern "C" __global__ void __launch_bounds__(kHeadDim)
@@ -26,7 +27,6 @@ extern "C" __global__ void __launch_bounds__(kHeadDim)
   const unsigned sequence = blockIdx.x / heads;
   const unsigned head = blockIdx.x % heads;
   const int column = static_cast<int>(threadIdx.x);
-  wait_for_previous_grid();
   const int q_row = cu_seqlens_q[sequence];
   if (cu_seqlens_q[sequence + 1] == q_row) return;
   const int k_length = kPaged ? lengths_k[sequence] : lengths_k[sequence + 1] - lengths_k[sequence];
@@ -38,18 +38,37 @@ extern "C" __global__ void __launch_bounds__(kHeadDim)
   const float* parts = work + first * kHeadDim + column;
   const float* stats = work + sequences_arg * splits_arg * heads * kHeadDim + first * 5;
   const float scale_log2 = static_cast<float>(scale_log2_arg);
-  // Past the caches for read-only data: it was written while this kernel was already there.
-  float max = __ldcg(stats);
-  float sum[4] = {__ldcg(stats + 1), __ldcg(stats + 2), __ldcg(stats + 3), __ldcg(stats + 4)};
-  float acc = __ldcg(parts);
-#pragma unroll 4
-  for (int split = 1; split < splits; ++split) {
-    const float* later = stats + split * heads * 5ll;
-    const MergeScales merged(max, __ldcg(later), scale_log2);
-    max = merged.max;
+  float max = -kInfinity, sum[4] = {}, acc = 0.0f;  // what no key leaves: merging changes no bit
+  __shared__ float all_stats[kAtOnce * 5];
+  wait_for_previous_grid();
+  for (int begin = 0; begin < splits; begin += kAtOnce) {
+    // Everything is asked for before anything is waited for. Past the caches for read-only data: it
+    // was written while this kernel was already there.
+    float later[kAtOnce];
 #pragma unroll
-    for (int q = 0; q < 4; ++q) sum[q] = merged(sum[q], __ldcg(later + 1 + q));
-    acc = merged(acc, __ldcg(parts + split * heads * static_cast<long long>(kHeadDim)));
+    for (int i = 0; i < kAtOnce; ++i) {
+      const bool present = begin + i < splits;
+      later[i] = present ? __ldcg(parts + (begin + i) * heads * static_cast<long long>(kHeadDim))
+                         : 0.0f;
+    }
+    if (begin > 0) __syncthreads();
+    for (int i = column; i < kAtOnce * 5; i += kHeadDim) {
+      if (begin + i / 5 < splits) {
+        all_stats[i] = __ldcg(stats + (begin + i / 5) * heads * 5ll + i % 5);
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (begin + i < splits) {
+        const float* its = all_stats + i * 5;
+        const MergeScales merged(max, its[0], scale_log2);
+        max = merged.max;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) sum[q] = merged(sum[q], its[1 + q]);
+        acc = merged(acc, later[i]);
+      }
+    }
   }
 
   const float total = __fadd_rn(__fadd_rn(sum[0], sum[1]), __fadd_rn(sum[2], sum[3]));

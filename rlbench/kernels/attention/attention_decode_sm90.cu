@@ -13,8 +13,9 @@
 //   3. Weights. Each rank makes those of its own keys and sends them to all ranks, and their sums
 //      by pairs to the rank that adds them up, in the definition's order.
 //   4. Values. A column of the output depends on no other column, so each rank takes kColumns of
-//      them and walks over all blocks of the split, ascending. Its slice of V has been on its way
-//      to shared memory since the beginning.
+//      them and walks over all blocks of the split, ascending. The first of them have been on their
+//      way to shared memory since the beginning, the rest to the L2 since the last of K were asked
+//      for: memory goes on working while the ranks talk to each other.
 //
 // The splits' parts are merged by attention_combine.cu, unless there is only one split.
 //
@@ -29,6 +30,7 @@
 #include "numeric.cuh"
 #include "parameters.cuh"
 #include "row_end.cuh"
+#include "softmax.cuh"
 
 // The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), SHARED_BYTES
 // (what the launch reserves), KERNEL_NAME.
@@ -56,7 +58,7 @@ constexpr int kWarpTiles = (kRankTiles + kKeyWarps - 1) / kKeyWarps;
 constexpr int kUnits = kHeadDim / 64;            // of 64 dims, in which a tile is copied
 constexpr int kUnitBytes = 16 * 128;
 constexpr int kKeyStages = kHeadDim == 64 ? 2 : 3;
-constexpr int kValueBlocks = kHeadDim == 256 ? 5 : 6;  // of a value warp's ring
+constexpr int kValueBlocks = kHeadDim == 256 ? 4 : 5;  // of a value warp's ring
 constexpr int kValueBytes = kBlockKeys * 32;           // 16 columns of a block
 constexpr int kKeySlots = (kBlockKeys + 31) / 32;      // keys of a block for each lane
 constexpr int kOwnHeads = kHeads / kRanks;             // whose weights one rank adds up
@@ -240,10 +242,22 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       }
       copy_async_commit();
     };
+    const unsigned short* v_head = v + kv_head * v_strides.head;
+    const auto prefetch_values = [&]() {
+#pragma unroll
+      for (int i = 0; i < kWarpTiles; ++i) {
+        const int key = first_key_of(i) + lane;
+        if (lane < 16 && key < count) {
+          const int page = keys.page(split_begin + key, true);
+          prefetch_to_l2<kHeadDim * 2>(v_head + keys.offset(split_begin + key, page, v_strides));
+        }
+      }
+    };
 #pragma unroll
     for (int n = 0; n < kKeyStages; ++n) copy_keys(n);
 #pragma unroll
     for (int n = 0; n < kWarpTiles * kUnits; ++n) {
+      if (n == kWarpTiles * kUnits - kKeyStages) prefetch_values();  // all of K is on its way
       const int i = n / kUnits;
       copy_async_wait<kKeyStages - 1>();
       __syncwarp();
@@ -307,14 +321,15 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     const int block = item / kHeads;
     float before = -kInfinity;
     for (int b = 0; b < block; ++b) {
-      before = fmaxf(before, shared_float(memory, kBlockMax, b * kHeads + head));
+      before = next_reference(before, shared_float(memory, kBlockMax, b * kHeads + head),
+                              scale_log2);
     }
-    const float largest = fmaxf(before, shared_float(memory, kBlockMax, item));
-    const float reference = largest == -kInfinity ? 0.0f : largest;
+    const float next = next_reference(before, shared_float(memory, kBlockMax, item), scale_log2);
+    const float reference = next == -kInfinity ? 0.0f : next;
     shared_float(memory, kRescale, item) =
         exp2_approx(__fmul_rn(__fsub_rn(before, reference), scale_log2));
     shared_float(memory, kScaled, item) = __fmul_rn(reference, scale_log2);
-    if (block == blocks - 1) shared_float(memory, kFinalMax, head) = largest;
+    if (block == blocks - 1) shared_float(memory, kFinalMax, head) = next;
   }
   if (blocks == 0 && thread < kHeads) shared_float(memory, kFinalMax, thread) = -kInfinity;
   __syncthreads();

@@ -11,12 +11,12 @@
 //     head dim    64   128   256
 //     kBlockKeys 128   128    80
 //
-// A split is the number of blocks nearest to 2048 keys: 2048 keys, or 2080 at head dim 256.
+// A split is 18 blocks, 2304 keys; at head dim 256 it is 28 blocks, 2240 keys.
 // Within a split, blocks are taken in ascending order. From m = -inf, l[0..3] = 0, O = 0, each does
 //
 //   1. S[j] = sum over d of Q[d] K[j][d] in fp32, as a chain of k16 tensor core steps, d ascending,
 //      starting from +0. Keys at or past limit get S[j] = -inf.
-//   2. m' = max(m, max over j of S[j]);   m* = m' if m' > -inf else 0
+//   2. b = max over j of S[j];   m' = b if fl(fl(b - m) c) > 8, else m;   m* = m' if m' > -inf else 0
 //   3. a = ex2(fl((fl(m - m*)) c));   P[j] = ex2(fma(S[j], c, -fl(m* c))), with ex2.approx.ftz
 //   4. For each quad lane q in 0..3, which owns the keys 8 t + 2 q and 8 t + 2 q + 1 of the block:
 //      l[q] = fl(l[q] a), then for t ascending
@@ -101,6 +101,7 @@ static_assert(SHARED_BYTES == (kTileRows + 2 * kBlockKeys) * kRowBytes, "SHARED_
 static_assert(kTileRows % kWarpRows == 0 && kBlockKeys % 16 == 0, "fragments are 16 rows");
 
 struct Tile {
+  static constexpr int kRowBytes = kHeadDim * 2;
   static __device__ __forceinline__ unsigned offset(int row, int chunk) {
     return swizzled_offset<kRowBytes>(row, chunk);
   }
@@ -109,8 +110,8 @@ using Keys = KeyRows<kHeadDim, kBlockKeys, kWarps, kPaged, Tile>;
 
 // work: [grid, kThreads, kDimTiles + 1, 4], see waiting.cuh.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long tiles_arg, long long causal_arg,
-                double scale_arg, double scale_log2_arg) {
+    KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long /* sequences */, long long tiles_arg,
+                long long causal_arg, double scale_arg, double scale_log2_arg) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const unsigned q_tile = shared_address(shared_memory);
   const unsigned k_tile = q_tile + kTileRows * kRowBytes;
@@ -203,12 +204,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         rows.hide(scores, first_key, warp_row, lane);
       }
       float rescale[2];
-      softmax.block(scores, scale_log2, rescale);
-#pragma unroll
-      for (int n = 0; n < kDimTiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) acc[n][e] = __fmul_rn(acc[n][e], rescale[e / 2]);
-      }
+      if (softmax.block(scores, scale_log2, rescale)) rescale_all(acc, rescale);
 #pragma unroll
       for (int j = 0; j < kKeyTiles; j += 2) {
         // The accumulator layout of two score tiles is the A layout of one k16 step.

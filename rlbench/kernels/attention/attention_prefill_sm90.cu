@@ -7,9 +7,10 @@
 //
 // THE SCHEDULE
 //
-// A thread block takes 128 rows, (position, head in group) pairs, 64 for each consumer warpgroup.
-// The producer copies K and V with cp.async, which serves packed and paged keys alike and writes
-// zeros for absent ones, into two stages each. A consumer starts the next block's scores, then the
+// A thread block takes tiles of 128 rows, (position, head in group) pairs, 64 for each consumer
+// warpgroup: every gridDim.x-th of all tiles, the longest first. The producer runs ahead, into the
+// next tile, too. It copies Q, and K and V into two stages each, with cp.async, which serves packed
+// and paged keys alike and writes zeros for absent ones. A consumer starts the next block's scores, then the
 // last block's P V, and does its softmax while the latter runs:
 //
 //     S(0); softmax(0);  for j = 1 ..: { start S(j); start O += P(j-1) V(j-1); wait S(j);
@@ -56,18 +57,29 @@ constexpr int kStageBytes = kPanels * kKeyPanel;
 constexpr int kQTile = 0;
 constexpr int kKTiles = kQTile + kPanels * kQPanel;
 constexpr int kVTiles = kKTiles + kStages * kStageBytes;
-constexpr int kBarriers = kVTiles + kStages * kStageBytes;  // full K, full V, empty K, empty V
+constexpr int kBarriers = kVTiles + kStages * kStageBytes;
 constexpr int kAlignment = 1024;                     // of what descriptors name
-constexpr int kSharedBytes = kBarriers + 4 * kStages * 8 + kAlignment;
+constexpr int kSharedBytes = kBarriers + (4 * kStages + 2) * 8 + kAlignment;
 
 static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
 static_assert(kKeyPanel % kAlignment == 0 && kQPanel % kAlignment == 0, "panels stay aligned");
 
-// Registers of a thread: 65,536 for all three warpgroups.
+// Registers of a thread. Together they are what the block was launched with, or a warpgroup waits for
+// registers that nobody gives.
 constexpr int kProducerRegisters = 56;
 constexpr int kConsumerRegisters = 224;
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                  (1 + kConsumers) * (65536 / kThreads / 8 * 8),
+              "the launch's registers");
+
+// Whether the consumers start their products in turns, so that one's softmax runs under the other's
+// products instead of both waiting for a tensor core that they share.
+#ifndef TURNS
+#define TURNS (HEAD_DIM <= 128)
+#endif
 
 struct KeyTile {
+  static constexpr int kRowBytes = 128;
   static __device__ __forceinline__ unsigned offset(int row, int chunk) {
     return static_cast<unsigned>(chunk / 8 * kKeyPanel) + swizzled_offset<128>(row, chunk % 8);
   }
@@ -91,13 +103,11 @@ struct Turn {
 // Starts S = Q K^T for one warpgroup's 64 rows.
 __device__ __forceinline__ void start_scores(float (&scores)[kKeyTiles][4], unsigned q_rows,
                                              unsigned k_tile) {
+  const Matrix q(q_rows, 16), k(k_tile, 16);
 #pragma unroll
   for (int d = 0; d < kHeadDim / 16; ++d) {
-    const unsigned long long a =
-        matrix_descriptor(q_rows + d / 4 * kQPanel + d % 4 * 32, 1024, 16);
-    const unsigned long long b =
-        matrix_descriptor(k_tile + d / 4 * kKeyPanel + d % 4 * 32, 1024, 16);
-    Wgmma<Element, kKeyTiles>::scores(scores, a, b, d > 0);
+    Wgmma<Element, kKeyTiles>::scores(scores, q.descriptor(d / 4 * kQPanel + d % 4 * 32),
+                                      k.descriptor(d / 4 * kKeyPanel + d % 4 * 32), d > 0);
   }
 }
 
@@ -105,45 +115,58 @@ __device__ __forceinline__ void start_scores(float (&scores)[kKeyTiles][4], unsi
 __device__ __forceinline__ void start_values(float (&acc)[kDimTiles][4],
                                              const unsigned (&weights)[kKeySteps][4],
                                              unsigned v_tile, bool accumulate) {
+  const Matrix v(v_tile, kKeyPanel);
 #pragma unroll
   for (int step = 0; step < kKeySteps; ++step) {
-    const unsigned long long b = matrix_descriptor(v_tile + step * 16 * 128, 1024, kKeyPanel);
-    Wgmma<Element, kDimTiles>::values(acc, weights[step], b, accumulate || step > 0);
+    Wgmma<Element, kDimTiles>::values(acc, weights[step], v.descriptor(step * 16 * 128),
+                                      accumulate || step > 0);
   }
+}
+
+// Which tile a thread block's n-th place stands for. Late tiles see the most keys under the causal
+// mask, so they come first.
+struct Places {
+  unsigned tiles, kv_heads, others, group;  // others: (sequence, KV head) pairs
+  bool causal;
+
+  __device__ __forceinline__ unsigned count() const { return tiles * others; }
+
+  __device__ __forceinline__ TileRows<kTileRows, kPaged> operator()(unsigned place,
+                                                                   const int* cu_seqlens_q,
+                                                                   const int* lengths_k) const {
+    return {tiles - 1 - place / others, place % others % kv_heads, place % others / kv_heads,
+            kv_heads, group, cu_seqlens_q, lengths_k, causal};
+  }
+};
+
+// Key blocks that some row of the tile sees.
+__device__ __forceinline__ int blocks_of(const TileRows<kTileRows, kPaged>& rows) {
+  const int limit = rows.limit(kTileRows - 1);
+  return limit > 0 ? (limit + kBlockKeys - 1) / kBlockKeys : 0;
 }
 
 // work: [grid, kConsumerThreads, kDimTiles + 1, 4], see waiting.cuh.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long tiles_arg, long long causal_arg,
-                double scale_arg, double scale_log2_arg) {
+    KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long tiles_arg,
+                long long causal_arg, double scale_arg, double scale_log2_arg) {
   extern __shared__ unsigned char shared_memory[];
   const unsigned misaligned = shared_address(shared_memory) % kAlignment;
-  unsigned char* memory = shared_memory + (misaligned ? kAlignment - misaligned : 0);
-  const unsigned base = shared_address(memory);
+  const unsigned base = shared_address(shared_memory) + (misaligned ? kAlignment - misaligned : 0);
   const auto barrier = [&](int which, unsigned stage) {
     return base + kBarriers + (which * kStages + static_cast<int>(stage)) * 8;
   };
   constexpr int kFullK = 0, kFullV = 1, kEmptyK = 2, kEmptyV = 3;
+  const unsigned full_q = base + kBarriers + 4 * kStages * 8;
+  const unsigned empty_q = full_q + 8;
 
   const int lane = static_cast<int>(threadIdx.x) % 32;
   // Through a shuffle, so that the compiler knows it to be the same in all lanes.
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
 
-  // Which tile. Late tiles see the most keys under the causal mask, so they start first.
-  const unsigned tiles = static_cast<unsigned>(tiles_arg);
   const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
-  const unsigned others = gridDim.x / tiles;  // (sequence, KV head) pairs
-  const TileRows<kTileRows, kPaged> rows(tiles - 1 - blockIdx.x / others,
-                                         blockIdx.x % others % kv_heads,
-                                         blockIdx.x % others / kv_heads, kv_heads,
-                                         static_cast<unsigned>(group_arg), cu_seqlens_q, lengths_k,
-                                         causal_arg != 0);
-  if (rows.count == 0) return;
-  const int tile_limit = rows.limit(kTileRows - 1);
-  const int seen = tile_limit > 0 ? (tile_limit + kBlockKeys - 1) / kBlockKeys : 0;
-  // Without room to wait in, a row with more keys than a split has no result, and says so.
-  const bool impossible = work == nullptr && seen > kSplitBlocks;
-  const int blocks = impossible ? 0 : seen;
+  const Places places = {static_cast<unsigned>(tiles_arg), kv_heads,
+                         kv_heads * static_cast<unsigned>(sequences_arg),
+                         static_cast<unsigned>(group_arg), causal_arg != 0};
 
   if (threadIdx.x == 0) {
     for (unsigned stage = 0; stage < kStages; ++stage) {
@@ -152,32 +175,53 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(barrier(kEmptyK, stage), kConsumerThreads / 32);
       mbarrier_init(barrier(kEmptyV, stage), kConsumerThreads / 32);
     }
+    mbarrier_init(full_q, 128);
+    mbarrier_init(empty_q, kConsumerThreads / 32);
   }
   __syncthreads();
+
+  // Blocks of keys, and tiles with any, that this thread block has had before the present tile.
+  int earlier_blocks = 0;
+  unsigned earlier_tiles = 0;
 
   if (warp < 4) {
     // --- the producer ----------------------------------------------------------------------------
     give_registers<kProducerRegisters>();
     const Strides k_strides = {k_page_stride, k_row_stride, k_head_stride};
     const Strides v_strides = {v_page_stride, v_row_stride, v_head_stride};
-    const unsigned short* k_head = k + rows.kv_head * k_strides.head;
-    const unsigned short* v_head = v + rows.kv_head * v_strides.head;
-    Keys keys;
-    keys.table = kPaged ? block_table + rows.sequence * table_stride : nullptr;
-    keys.page_size = static_cast<unsigned>(page_size_arg);
-    keys.first_row = rows.k_begin;
-    keys.end = tile_limit;
-    for (int block = 0; block < blocks; ++block) {
-      const Turn turn(block);
-      const unsigned offset = turn.stage * kStageBytes;
-      const int first_key = block * kBlockKeys;
-      keys.find(first_key, warp, lane);
-      mbarrier_wait(barrier(kEmptyK, turn.stage), turn.parity ^ 1);  // at first there is no wait
-      keys.copy(base + kKTiles + offset, k_head, k_strides, first_key, warp, lane);
-      mbarrier_arrive_after_copies(barrier(kFullK, turn.stage));
-      mbarrier_wait(barrier(kEmptyV, turn.stage), turn.parity ^ 1);
-      keys.copy(base + kVTiles + offset, v_head, v_strides, first_key, warp, lane);
-      mbarrier_arrive_after_copies(barrier(kFullV, turn.stage));
+    for (unsigned place = blockIdx.x; place < places.count(); place += gridDim.x) {
+      const TileRows<kTileRows, kPaged> rows = places(place, cu_seqlens_q, lengths_k);
+      if (rows.count == 0) continue;
+      const int blocks = blocks_of(rows);
+      if (blocks == 0 || (work == nullptr && blocks > kSplitBlocks)) continue;
+      const unsigned short* k_head = k + rows.kv_head * k_strides.head;
+      const unsigned short* v_head = v + rows.kv_head * v_strides.head;
+      Keys keys;
+      keys.table = kPaged ? block_table + rows.sequence * table_stride : nullptr;
+      keys.page_size = static_cast<unsigned>(page_size_arg);
+      keys.first_row = rows.k_begin;
+      keys.end = rows.limit(kTileRows - 1);
+      mbarrier_wait(empty_q, earlier_tiles % 2 ^ 1);  // at first there is no wait
+#pragma unroll 1
+      for (int part = warp; part < kTileRows / kWarpRows; part += 4) {
+        rows.copy_q<kHeadDim, QTile>(base + kQTile, q, q_row_stride, q_head_stride,
+                                     part * kWarpRows, lane);
+      }
+      mbarrier_arrive_after_copies(full_q);
+      for (int block = 0; block < blocks; ++block) {
+        const Turn turn(earlier_blocks + block);
+        const unsigned offset = turn.stage * kStageBytes;
+        const int first_key = block * kBlockKeys;
+        keys.find(first_key, warp, lane);
+        mbarrier_wait(barrier(kEmptyK, turn.stage), turn.parity ^ 1);
+        keys.copy(base + kKTiles + offset, k_head, k_strides, first_key, warp, lane);
+        mbarrier_arrive_after_copies(barrier(kFullK, turn.stage));
+        mbarrier_wait(barrier(kEmptyV, turn.stage), turn.parity ^ 1);
+        keys.copy(base + kVTiles + offset, v_head, v_strides, first_key, warp, lane);
+        mbarrier_arrive_after_copies(barrier(kFullV, turn.stage));
+      }
+      earlier_blocks += blocks;
+      ++earlier_tiles;
     }
     copy_async_wait_all();  // before the block's shared memory can go to another
     return;
@@ -188,117 +232,138 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int consumer = warp / 4 - 1;
   const int warp_row = (warp - 4) * kWarpRows;
   const unsigned thread = threadIdx.x - 128;
-  const int warp_limit_min = rows.limit(warp_row);
-
-  rows.copy_q<kHeadDim, QTile>(base + kQTile, q, q_row_stride, q_head_stride, warp_row, lane);
-  copy_async_wait_all();
-  fence_for_wgmma();
-  named_barrier(1 + consumer, 128);  // a wgmma reads the rows of all four warps
-
   const float scale_log2 = static_cast<float>(scale_log2_arg);
   const unsigned q_rows = base + kQTile + consumer * 64 * 128;
-  SoftmaxRows softmax;
-  float scores[kKeyTiles][4];
-  float acc[kDimTiles][4] = {};
-  float rescale[2];
-  unsigned weights[kKeySteps][4];
+  bool in_turn = false;  // the other one has given way to this one before
 
-  // Raw scores to weights; `rescale` is what O has to be multiplied by.
-  const auto weigh = [&](int first_key) {
-    if (first_key + kBlockKeys > warp_limit_min) rows.hide(scores, first_key, warp_row, lane);
-    softmax.block(scores, scale_log2, rescale);
-  };
-  const auto round_weights = [&]() {
-#pragma unroll
-    for (int step = 0; step < kKeySteps; ++step) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float(&from)[4] = scores[2 * step + half];
-        weights[step][2 * half] = Element::pack(from[0], from[1]);
-        weights[step][2 * half + 1] = Element::pack(from[2], from[3]);
-      }
-    }
-  };
-  const auto release = [&](int which, unsigned stage) {
+  const auto release = [&](unsigned empty) {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(barrier(which, stage));
+    if (lane == 0) mbarrier_arrive(empty);
   };
 
-  if (blocks > 0) {
-    const Turn turn(0);
-    mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
-    fence_for_wgmma();
-    wgmma_fence();
-    start_scores(scores, q_rows, base + kKTiles + turn.stage * kStageBytes);
-    wgmma_commit();
-    wgmma_wait<0>();
-    keep_order(scores);
-    release(kEmptyK, turn.stage);
-    weigh(0);
-    round_weights();
-  }
-  bool fresh = true;  // O has nothing of this split yet
-  for (int block = 1; block < blocks; ++block) {
-    const Turn turn(block);
-    const Turn before(block - 1);
-    mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
-    mbarrier_wait(barrier(kFullV, before.stage), before.parity);
-    fence_for_wgmma();
-    keep_order(scores);
-    keep_order(acc);
-    keep_order(weights);
-    wgmma_fence();
-    start_scores(scores, q_rows, base + kKTiles + turn.stage * kStageBytes);
-    wgmma_commit();
-    start_values(acc, weights, base + kVTiles + before.stage * kStageBytes, !fresh);
-    wgmma_commit();
-    fresh = false;
-    wgmma_wait<1>();
-    keep_order(scores);
-    release(kEmptyK, turn.stage);
-    if (block % kSplitBlocks == 0) {
-      // What was before belongs to the last split; this block's weights are relative to nothing.
-      wgmma_wait<0>();
-      keep_order(acc);
-      keep_order(weights);
-      release(kEmptyV, before.stage);
-      merge_split<kConsumerThreads>(work, thread, softmax, acc, scale_log2, block == kSplitBlocks,
-                                    false);
-      fresh = true;
-      weigh(block * kBlockKeys);
-    } else {
-      weigh(block * kBlockKeys);
-      wgmma_wait<0>();
-      keep_order(acc);
-      keep_order(weights);
-      release(kEmptyV, before.stage);
-#pragma unroll
-      for (int n = 0; n < kDimTiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) acc[n][e] = __fmul_rn(acc[n][e], rescale[e / 2]);
-      }
+  for (unsigned place = blockIdx.x; place < places.count(); place += gridDim.x) {
+    // Computed again where it is needed, from a place that the compiler does not recognize: the
+    // registers are worth more than the time.
+    const auto tile_rows = [&]() {
+      unsigned same = place;
+      asm volatile("" : "+r"(same));
+      return places(same, cu_seqlens_q, lengths_k);
+    };
+    int seen, warp_limit_min;
+    {
+      const TileRows<kTileRows, kPaged> rows = tile_rows();
+      if (rows.count == 0) continue;
+      seen = blocks_of(rows);
+      warp_limit_min = rows.limit(warp_row);
     }
-    round_weights();
-  }
-  if (blocks > 0) {
-    const Turn turn(blocks - 1);
-    mbarrier_wait(barrier(kFullV, turn.stage), turn.parity);
-    fence_for_wgmma();
-    keep_order(acc);
-    keep_order(weights);
-    wgmma_fence();
-    start_values(acc, weights, base + kVTiles + turn.stage * kStageBytes, !fresh);
-    wgmma_commit();
-    wgmma_wait<0>();
-    keep_order(acc);
-    keep_order(weights);
-    if (blocks > kSplitBlocks) {
-      merge_split<kConsumerThreads>(work, thread, softmax, acc, scale_log2, false, true);
-    }
-  }
+    // Without room to wait in, a row with more keys than a split has no result, and says so.
+    const int blocks = work == nullptr && seen > kSplitBlocks ? 0 : seen;
 
-  // The other warps' products have read this warp's rows of Q: they are done with theirs, too.
-  named_barrier(1 + consumer, 128);
-  rows.write<Element, QTile>(softmax, acc, memory + kQTile, out, out_row_stride, out_head_stride,
-                             lse, scale_arg, impossible, warp_row, lane);
+    SoftmaxRows softmax;
+    float scores[kKeyTiles][4];
+    float acc[kDimTiles][4] = {};
+    float rescale[2];
+    unsigned weights[kKeySteps][4];
+
+    // Raw scores to weights; `rescale` is what O has to be multiplied by, if so.
+    const auto weigh = [&](int first_key) {
+      if (first_key + kBlockKeys > warp_limit_min) {
+        tile_rows().hide(scores, first_key, warp_row, lane);
+      }
+      return softmax.block(scores, scale_log2, rescale);
+    };
+    const auto round_weights = [&]() {
+#pragma unroll
+      for (int step = 0; step < kKeySteps; ++step) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float(&from)[4] = scores[2 * step + half];
+          weights[step][2 * half] = Element::pack(from[0], from[1]);
+          weights[step][2 * half + 1] = Element::pack(from[2], from[3]);
+        }
+      }
+    };
+
+    if (blocks > 0) {
+      const Turn turn(earlier_blocks);
+      mbarrier_wait(full_q, earlier_tiles % 2);
+      mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
+      fence_for_wgmma();
+      wgmma_fence();
+      start_scores(scores, q_rows, base + kKTiles + turn.stage * kStageBytes);
+      wgmma_commit();
+      wgmma_wait<0>();
+      keep_order(scores);
+      release(barrier(kEmptyK, turn.stage));
+      if (blocks == 1) release(empty_q);
+      weigh(0);
+      round_weights();
+    }
+    bool fresh = true;  // O has nothing of this split yet
+    for (int block = 1; block < blocks; ++block) {
+      const Turn turn(earlier_blocks + block);
+      const Turn before(earlier_blocks + block - 1);
+      mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
+      mbarrier_wait(barrier(kFullV, before.stage), before.parity);
+      fence_for_wgmma();
+      if (TURNS && (consumer == 1 || in_turn)) named_barrier(1 + consumer, kConsumerThreads);
+      in_turn = true;
+      keep_order(scores);
+      keep_order(acc);
+      keep_order(weights);
+      wgmma_fence();
+      start_scores(scores, q_rows, base + kKTiles + turn.stage * kStageBytes);
+      wgmma_commit();
+      start_values(acc, weights, base + kVTiles + before.stage * kStageBytes, !fresh);
+      wgmma_commit();
+      if (TURNS) named_barrier_arrive(2 - consumer, kConsumerThreads);
+      fresh = false;
+      wgmma_wait<1>();
+      keep_order(scores);
+      release(barrier(kEmptyK, turn.stage));
+      if (block == blocks - 1) release(empty_q);
+      if (block % kSplitBlocks == 0) {
+        // What was before belongs to the last split; this block's weights are relative to nothing.
+        wgmma_wait<0>();
+        keep_order(acc);
+        keep_order(weights);
+        release(barrier(kEmptyV, before.stage));
+        merge_split<kConsumerThreads>(work, thread, softmax, acc, scale_log2,
+                                      block == kSplitBlocks, false);
+        fresh = true;
+        weigh(block * kBlockKeys);
+      } else {
+        const bool changed = weigh(block * kBlockKeys);
+        wgmma_wait<0>();
+        keep_order(acc);
+        keep_order(weights);
+        release(barrier(kEmptyV, before.stage));
+        if (changed) rescale_all(acc, rescale);
+      }
+      round_weights();
+    }
+    if (blocks > 0) {
+      const Turn turn(earlier_blocks + blocks - 1);
+      mbarrier_wait(barrier(kFullV, turn.stage), turn.parity);
+      fence_for_wgmma();
+      keep_order(acc);
+      keep_order(weights);
+      wgmma_fence();
+      start_values(acc, weights, base + kVTiles + turn.stage * kStageBytes, !fresh);
+      wgmma_commit();
+      wgmma_wait<0>();
+      keep_order(acc);
+      keep_order(weights);
+      release(barrier(kEmptyV, turn.stage));
+      if (blocks > kSplitBlocks) {
+        merge_split<kConsumerThreads>(work, thread, softmax, acc, scale_log2, false, true);
+      }
+      earlier_blocks += blocks;
+      ++earlier_tiles;
+    }
+    tile_rows().template finish<Element>(softmax, acc, out, out_row_stride, out_head_stride, lse,
+                                         scale_arg, blocks != seen, warp_row, lane);
+  }
+  // The other one's last giving way is met, so that none is left over.
+  if (TURNS && consumer == 0 && in_turn) named_barrier(1, kConsumerThreads);
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlbench.kernels.attention import decode, generic, prefill
+from rlbench.kernels.attention import decode, generic, prefill, stream
 from rlbench.kernels.attention.checks import check
 from rlbench.kernels.attention.launch import KEPT, Plan, run, stream_of
 from rlbench.kernels.attention.request import Request
@@ -112,6 +112,8 @@ def _plan(request: Request) -> Plan:
     with torch.cuda.device(request.device):
         if decode.serves(request):
             return decode.plan(request)
+        if stream.serves(request):
+            return stream.plan(request)
         if prefill.serves(request):
             return prefill.plan(request)
         return generic.plan(request)

@@ -45,7 +45,7 @@ class Variant:
     def shared_bytes(self) -> int:
         """Q, the stages of K and V, their barriers, and room to align them to 1024 bytes."""
         rows = self.tile_rows + 2 * _STAGES * BLOCK_KEYS[self.head_dim]
-        return rows * self.head_dim * 2 + 4 * _STAGES * 8 + 1024
+        return rows * self.head_dim * 2 + (4 * _STAGES + 2) * 8 + 1024
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -77,7 +77,16 @@ def serves(request: Request) -> bool:
 
 def plan(request: Request) -> Plan:
     """What the request launches. The device is the current one."""
-    return tiles.plan(request, *_load(request.build, request.device))
+    from cuda.core import Device
+
+    build, kernel = _load(request.build, request.device)
+    # Tiles are dealt out in turns, which is fair where all sequences are equally long; where they
+    # are not, the GPU deals them out as blocks become free.
+    even = request.q.shape[0] == request.sequences * request.max_seqlen_q
+    if even:
+        sms = Device(request.device).properties.multiprocessor_count
+        return tiles.plan(request, build, kernel, most_blocks=sms)
+    return tiles.plan(request, build, kernel)
 
 
 _loaded: dict[tuple[tuple[int, str, bool], int], tuple[Variant, Kernel]] = {}

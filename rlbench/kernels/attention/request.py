@@ -10,14 +10,15 @@ from torch import Tensor
 
 HEAD_DIMS = (64, 128, 256)
 ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
-BLOCK_KEYS = {64: 128, 128: 128, 256: 80}  # as definition.cuh has it; shared_bytes are checked
+BLOCK_KEYS = {64: 128, 128: 128, 256: 80}  # as definition.cuh has them; shared_bytes are checked
+HEADS = 8  # query heads of a KV group that the decode kernels take together
+SPLIT_BLOCKS = {64: 18, 128: 18, 256: 28}
 _LOG2_E = math.log2(math.e)
 
 
 def split_keys(head_dim: int) -> int:
-    """Keys of a split, as definition.cuh has it."""
-    block = BLOCK_KEYS[head_dim]
-    return (2048 + block // 2) // block * block
+    """Keys of a split."""
+    return SPLIT_BLOCKS[head_dim] * BLOCK_KEYS[head_dim]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class Request:
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.q.shape[1] // self.kv_heads
+
+    @property
+    def decode_units(self) -> int:
+        """What a decode step can be cut into: splits of sequences under up to HEADS query heads."""
+        return self.splits * self.sequences * self.kv_heads * -(-self.group // HEADS)
 
     @property
     def first_numbers(self) -> tuple[int, ...]:

@@ -33,19 +33,27 @@ class TiledBuild(Build, Protocol):
         """Threads of a block."""
 
 
-def plan(request: Request, build: TiledBuild, kernel: Kernel) -> Plan:
-    """What the request launches. Raises ValueError where a grid cannot have that many blocks."""
+def plan(
+    request: Request, build: TiledBuild, kernel: Kernel, most_blocks: int = MAX_GRID
+) -> Plan:
+    """What the request launches.
+
+    most_blocks: of a source whose blocks take several tiles.
+    Raises ValueError where there are more tiles than can be counted.
+    """
     from cuda.core import LaunchConfig
 
     tiles = -(-request.max_seqlen_q * request.group // build.tile_rows)
-    blocks = tiles * request.kv_heads * request.sequences
-    if blocks > MAX_GRID:
+    places = tiles * request.kv_heads * request.sequences
+    if places > MAX_GRID:
         raise ValueError(
             f"max_seqlen_q {request.max_seqlen_q} for {request.sequences} sequences and "
-            f"{request.q.shape[1]} heads needs {blocks} thread blocks; at most {MAX_GRID} can be "
+            f"{request.q.shape[1]} heads needs {places} thread blocks; at most {MAX_GRID} can be "
             "started"
         )
-    numbers = (*request.first_numbers, tiles, 1 if request.causal else 0, *request.scales)
+    blocks = min(places, most_blocks)
+    counts = (request.sequences, tiles, 1 if request.causal else 0)
+    numbers = (*request.first_numbers, *counts, *request.scales)
     config = LaunchConfig(grid=blocks, block=build.threads, shmem_size=build.shared_bytes)
     # Between splits: O, and a maximum and a sum for each of a thread's two rows (waiting.cuh).
     waiting = build.row_threads * (build.head_dim // 8 + 1) * 4

@@ -27,6 +27,18 @@ __device__ __forceinline__ void copy_async(unsigned shared, const void* global, 
                : "memory");
 }
 
+// Starts copying one chunk that is there.
+__device__ __forceinline__ void copy_async(unsigned shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+// Starts bringing so many bytes into the L2 (sm_90 and newer).
+template <int kBytes>
+__device__ __forceinline__ void prefetch_to_l2(const void* global) {
+  static_assert(kBytes % kChunkBytes == 0, "whole chunks");
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "n"(kBytes) : "memory");
+}
+
 // Closes a group of copies: those that this thread started since the last group.
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");

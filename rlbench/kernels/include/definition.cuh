@@ -7,9 +7,9 @@ namespace rlbench {
 template <int kHeadDim>
 constexpr int kBlockKeysOf = kHeadDim == 256 ? 80 : 128;
 
-// And into splits of so many blocks, the nearest to 2048 keys. For one sequence of 32768 on an H200,
-// 16 splits x 2 KV heads x 8 thread blocks fill its SMs just once, two each.
+// And into splits of so many blocks: 2240 or 2304 keys. One sequence of 32768 then has 15 splits, and
+// with 2 KV heads 30 clusters of 8 thread blocks, as many as an H200 has room for at a time.
 template <int kHeadDim>
-constexpr int kSplitBlocksOf = (2048 + kBlockKeysOf<kHeadDim> / 2) / kBlockKeysOf<kHeadDim>;
+constexpr int kSplitBlocksOf = kHeadDim == 256 ? 28 : 18;
 
 }  // namespace rlbench

@@ -6,45 +6,46 @@
 
 namespace rlbench {
 
-// Where a key lies: its page and the row inside it.
-struct KeySlot {
-  int page;
-  int row;
-};
-
 struct Strides {  // in elements
   long long page, row, head;
 };
 
-// The rows of K or V that one of kWarps warps copies, block by block. Tile::offset(row, chunk) is
-// where a 16-byte chunk goes in the block's shared memory.
+// The rows of K and V that one of kWarps warps copies, block by block; K and V share the block
+// table, but not their strides. Tile::offset(row, chunk) is where a 16-byte chunk goes in a block's
+// shared memory: it repeats every eight rows, Tile::kRowBytes apart.
+//
+// The warps take turns, so that the rows of a lane are a constant step apart and their places in
+// shared memory constants from at most four: what is left to compute for a chunk is its address.
 template <int kHeadDim, int kBlockKeys, int kWarps, bool kPaged, class Tile>
 struct KeyRows {
   static constexpr int kRowChunks = kHeadDim * 2 / kChunkBytes;
-  static constexpr int kRowsAtOnce = 32 / kRowChunks;      // rows that the warp copies in one go
-  static constexpr int kWarpKeys = kBlockKeys / kWarps;    // rows that it copies in all
-  static constexpr int kKeySlots = (kWarpKeys + 31) / 32;  // of these, what one lane looks up
-  static_assert(kKeySlots <= 2, "copy() chooses between two");
-  static_assert(kBlockKeys % kWarps == 0 && kWarpKeys % kRowsAtOnce == 0, "copies come out even");
+  static constexpr int kRowsAtOnce = 32 / kRowChunks;    // rows that the warp copies in one go
+  static constexpr int kStep = kWarps * kRowsAtOnce;     // rows from one go to the next
+  static constexpr int kGoes = kBlockKeys / kStep;
+  static constexpr int kPlaces = kStep < 8 ? 8 / kStep : 1;  // goes after which places repeat
+  static constexpr int kSlots = (kGoes * kRowsAtOnce + 31) / 32;  // rows that one lane looks up
+  static_assert(kBlockKeys % kStep == 0 && (kStep % 8 == 0 || 8 % kStep == 0), "goes come out even");
+  static_assert(kSlots <= 2, "offset_of() chooses between two");
 
-  const int* table;      // this sequence's row of the block table (paged)
-  unsigned page_size;    // (paged)
-  long long first_row;   // of the sequence in the packed tensor (contiguous)
-  int end;               // keys at or past it are absent
-  KeySlot slots[kKeySlots];
+  const int* table;     // this sequence's row of the block table (paged)
+  unsigned page_size;   // (paged)
+  long long first_row;  // of the sequence in the packed tensor (contiguous)
+  int end;              // keys at or past it are absent
+  int pages[kSlots], rows[kSlots];  // of the keys that this lane looked up (paged)
 
-  // Looks up the block that starts at `first_key`: lane t keeps the warp's rows t, t + 32, ...
+  // Looks up the block that starts at `first_key`: lane t has the warp's rows t, t + 32, ...
   __device__ __forceinline__ void find(int first_key, int warp, int lane) {
     if constexpr (kPaged) {
 #pragma unroll
-      for (int s = 0; s < kKeySlots; ++s) {
-        const int row = s * 32 + lane;
-        const int key = first_key + warp * kWarpKeys + row;
-        slots[s] = {0, 0};
-        if (row < kWarpKeys && key < end) {
+      for (int s = 0; s < kSlots; ++s) {
+        const int own = s * 32 + lane;
+        const int key = first_key + own / kRowsAtOnce * kStep + warp * kRowsAtOnce +
+                        own % kRowsAtOnce;
+        pages[s] = rows[s] = 0;
+        if (own < kGoes * kRowsAtOnce && key < end) {
           const unsigned page = static_cast<unsigned>(key) / page_size;
-          slots[s].page = table[page];
-          slots[s].row = static_cast<int>(static_cast<unsigned>(key) - page * page_size);
+          pages[s] = table[page];
+          rows[s] = static_cast<int>(static_cast<unsigned>(key) - page * page_size);
         }
       }
     }
@@ -55,25 +56,48 @@ struct KeyRows {
                                        const Strides& strides, int first_key, int warp,
                                        int lane) const {
     const int chunk = lane % kRowChunks;
-#pragma unroll 4  // all the way would keep every address in a register, and spill
-    for (int i = 0; i < kWarpKeys; i += kRowsAtOnce) {
-      const int row = i + lane / kRowChunks;  // of this warp's rows
-      const int tile_row = warp * kWarpKeys + row;
-      const bool present = first_key + tile_row < end;
-      long long offset;
-      if constexpr (kPaged) {
-        const bool early = kKeySlots == 1 || i < 32;  // by value: an index would go to local memory
-        const int own_page = early ? slots[0].page : slots[kKeySlots - 1].page;
-        const int own_row = early ? slots[0].row : slots[kKeySlots - 1].row;
-        const int page = __shfl_sync(kFullWarp, own_page, row % 32);
-        const int page_row = __shfl_sync(kFullWarp, own_row, row % 32);
-        offset = page * strides.page + page_row * strides.row;
-      } else {
-        offset = (first_row + first_key + tile_row) * strides.row;
-      }
-      const unsigned short* source = present ? head + offset + chunk * 8 : head;
-      copy_async(shared + Tile::offset(tile_row, chunk), source, present);
+    const int first = warp * kRowsAtOnce + lane / kRowChunks;  // this lane's first row
+    unsigned places[kPlaces];
+#pragma unroll
+    for (int p = 0; p < kPlaces; ++p) places[p] = shared + Tile::offset(first + p * kStep, chunk);
+    long long offsets[kSlots];
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      offsets[s] = kPaged ? pages[s] * strides.page + rows[s] * strides.row : 0;
     }
+    const unsigned short* source = head + chunk * 8;
+    if constexpr (!kPaged) source += (first_row + first_key + first) * strides.row;
+    const long long step = kStep * strides.row;
+    // All the way for whole blocks only: it would spill where registers are scarce.
+    if (first_key + kBlockKeys <= end) {
+#pragma unroll
+      for (int i = 0; i < kGoes; ++i) {
+        copy_async(place_of(places, i), source + offset_of(offsets, i, lane));
+        if constexpr (!kPaged) source += step;
+      }
+    } else {
+#pragma unroll kPlaces
+      for (int i = 0; i < kGoes; ++i) {
+        const unsigned short* from = source + offset_of(offsets, i, lane);
+        const bool present = first_key + first + i * kStep < end;
+        copy_async(place_of(places, i), present ? from : head, present);
+        if constexpr (!kPaged) source += step;
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ unsigned place_of(const unsigned (&places)[kPlaces], int i) {
+    return places[i % kPlaces] + i / kPlaces * (kPlaces * kStep * Tile::kRowBytes);
+  }
+
+  // Of the lane's row in go i, which another lane has looked up.
+  static __device__ __forceinline__ long long offset_of(const long long (&offsets)[kSlots], int i,
+                                                        int lane) {
+    if constexpr (!kPaged) return 0;
+    const int own = i * kRowsAtOnce;  // chosen by value: an index would go to local memory
+    const long long mine = kSlots == 1 || own < 32 ? offsets[0] : offsets[kSlots - 1];
+    return __shfl_sync(kFullWarp, mine, own % 32 + lane / kRowChunks);
   }
 };
 

@@ -5,33 +5,48 @@
 
 namespace rlbench {
 
+// What the next reference of a row is: the block's largest score where that is so far above the last
+// reference that its weight would be over 2^8, else the last one. Sums are rescaled that rarely, and
+// none overflows.
+__device__ __forceinline__ float next_reference(float reference, float block_max,
+                                                float scale_log2) {
+  constexpr float kHighest = 8.0f;
+  // -inf - -inf is NaN, which is not above anything.
+  const bool far = __fmul_rn(__fsub_rn(block_max, reference), scale_log2) > kHighest;
+  return far ? block_max : reference;
+}
+
 // Two rows of a warp's 16 (index 0: row g, index 1: row g + 8), as one lane holds them.
 struct SoftmaxRows {
-  float max[2];  // of the raw scores seen so far, the same in a row's four lanes; -inf at first
+  float max[2];  // what weights are relative to, the same in a row's four lanes; -inf at first
   float sum[2];  // of the weights in this lane's own columns; the four lanes are added at the end
 
   __device__ __forceinline__ SoftmaxRows() : max{-kInfinity, -kInfinity}, sum{0.0f, 0.0f} {}
 
   // Replaces raw scores by weights exp2(scale * (score - max)) and returns in `rescale` what the
   // sums of the earlier blocks were multiplied by: the caller does the same to its accumulators.
+  // False if that changes nothing in any of the warp's rows.
   template <int kTiles>
-  __device__ __forceinline__ void block(float (&scores)[kTiles][4], float scale,
+  __device__ __forceinline__ bool block(float (&scores)[kTiles][4], float scale,
                                         float (&rescale)[2]) {
+    bool changed = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float block_max = max[r];
+      float block_max = fmaxf(scores[0][2 * r], scores[0][2 * r + 1]);
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
+      for (int j = 1; j < kTiles; ++j) {
         block_max = fmaxf(block_max, fmaxf(scores[j][2 * r], scores[j][2 * r + 1]));
       }
       block_max = fmaxf(block_max, __shfl_xor_sync(kFullWarp, block_max, 1));
       block_max = fmaxf(block_max, __shfl_xor_sync(kFullWarp, block_max, 2));
+      const float next = next_reference(max[r], block_max, scale);
+      changed = changed || next != max[r];
       // A row that has seen no key yet: -inf - -inf would be NaN. Zero is as good as any other
       // reference, since every weight and every sum of that row is zero.
-      const float reference = block_max == -kInfinity ? 0.0f : block_max;
-      // The difference, not fma(max, scale, -scaled): unchanged maxima must give exp2(0) = 1.
+      const float reference = next == -kInfinity ? 0.0f : next;
+      // The difference, not fma(max, scale, -scaled): an unchanged reference must give exp2(0) = 1.
       rescale[r] = exp2_approx(__fmul_rn(__fsub_rn(max[r], reference), scale));
-      max[r] = block_max;
+      max[r] = next;
       const float scaled = __fmul_rn(reference, scale);
       float row_sum = __fmul_rn(sum[r], rescale[r]);
 #pragma unroll
@@ -44,6 +59,7 @@ struct SoftmaxRows {
       }
       sum[r] = row_sum;
     }
+    return __any_sync(kFullWarp, changed);
   }
 
   // The whole row's sum, (lane 0 + lane 1) + (lane 2 + lane 3) of its four lanes, in each of them.
@@ -52,5 +68,15 @@ struct SoftmaxRows {
     return __fadd_rn(pair, __shfl_xor_sync(kFullWarp, pair, 2));
   }
 };
+
+// What is done to accumulators when their rows' references change.
+template <int kTiles>
+__device__ __forceinline__ void rescale_all(float (&acc)[kTiles][4], const float (&rescale)[2]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) acc[n][e] = __fmul_rn(acc[n][e], rescale[e / 2]);
+  }
+}
 
 }  // namespace rlbench

@@ -80,15 +80,10 @@ struct TileRows {
     }
   }
 
-  // Divides a warp's rows by their sums and writes them, through the warp's own part of a tile in
-  // `shared`, so that they are written in whole chunks; and their lse, if it is asked for.
-  template <class Element, class Tile, int kDimTiles>
-  __device__ __forceinline__ void write(const SoftmaxRows& softmax,
-                                        const float (&acc)[kDimTiles][4], unsigned char* shared,
-                                        unsigned short* out, long long row_stride,
-                                        long long head_stride, float* lse, double scale,
-                                        bool impossible, int warp_row, int lane) const {
-    float inverse[2];
+  // What a lane's two rows are divided by. Writes their lse, if it is asked for.
+  __device__ __forceinline__ void end(const SoftmaxRows& softmax, float (&inverse)[2], float* lse,
+                                      double scale, bool impossible, int warp_row,
+                                      int lane) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float total = softmax.total(r);
@@ -99,6 +94,69 @@ struct TileRows {
             log_sum_exp(softmax.max[r], total, scale, impossible);
       }
     }
+  }
+
+  // Divides a warp's rows by their sums and writes them, each lane of a quad a whole chunk.
+  template <class Element, int kDimTiles>
+  __device__ __forceinline__ void finish(const SoftmaxRows& softmax,
+                                         const float (&acc)[kDimTiles][4], unsigned short* out,
+                                         long long row_stride, long long head_stride, float* lse,
+                                         double scale, bool impossible, int warp_row,
+                                         int lane) const {
+    static_assert(kDimTiles % 4 == 0, "a quad writes four chunks");
+    float inverse[2];
+    end(softmax, inverse, lse, scale, impossible, warp_row, lane);
+    const bool odd = lane % 2 != 0;
+    const bool high = lane % 4 >= 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = warp_row + lane / 4 + 8 * r;
+      const bool present = row < count;
+      unsigned short* target =
+          out + (present ? offset(row, row_stride, head_stride) : 0) + lane % 4 * 8;
+#pragma unroll
+      for (int n = 0; n < kDimTiles; n += 4) {
+        unsigned words[4];  // of four tiles, this lane's columns
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          words[j] = Element::pack(__fmaf_rn(acc[n + j][2 * r], inverse[r], 0.0f),
+                                   __fmaf_rn(acc[n + j][2 * r + 1], inverse[r], 0.0f));
+        }
+        // Transposed among the quad: then a lane has all columns of one tile.
+        exchange(words[0], words[1], odd, 1);
+        exchange(words[2], words[3], odd, 1);
+        exchange(words[0], words[2], high, 2);
+        exchange(words[1], words[3], high, 2);
+        if (present) {
+          *reinterpret_cast<uint4*>(target + 8 * n) =
+              make_uint4(words[0], words[1], words[2], words[3]);
+        }
+      }
+    }
+  }
+
+  // The upper lane's first for the lower lane's second.
+  static __device__ __forceinline__ void exchange(unsigned& first, unsigned& second, bool upper,
+                                                  int distance) {
+    const unsigned sent = upper ? first : second;
+    const unsigned got = __shfl_xor_sync(kFullWarp, sent, distance);
+    if (upper) {
+      first = got;
+    } else {
+      second = got;
+    }
+  }
+
+  // Divides a warp's rows by their sums and writes them, through the warp's own part of a tile in
+  // `shared`, so that they are written in whole chunks; and their lse, if it is asked for.
+  template <class Element, class Tile, int kDimTiles>
+  __device__ __forceinline__ void write(const SoftmaxRows& softmax,
+                                        const float (&acc)[kDimTiles][4], unsigned char* shared,
+                                        unsigned short* out, long long row_stride,
+                                        long long head_stride, float* lse, double scale,
+                                        bool impossible, int warp_row, int lane) const {
+    float inverse[2];
+    end(softmax, inverse, lse, scale, impossible, warp_row, lane);
 #pragma unroll
     for (int n = 0; n < kDimTiles; ++n) {
 #pragma unroll

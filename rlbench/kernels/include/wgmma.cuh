@@ -11,15 +11,22 @@ namespace rlbench {
 
 // A matrix in shared memory whose rows are 128 bytes (64 elements), swizzled by swizzled_offset<128>
 // and aligned to 1024 bytes: K-major if a row runs along the sum's dimension, else MN-major.
-// group_stride: bytes between groups of 8 rows. panel_stride: bytes between panels of 64 elements
-// along M or N, for MN-major matrices that are wider (PTX ISA, "Matrix Descriptor Format").
-__device__ __forceinline__ unsigned long long matrix_descriptor(unsigned shared,
-                                                                unsigned group_stride,
-                                                                unsigned panel_stride) {
-  constexpr unsigned long long kSwizzle128 = 1ull << 62;
-  return kSwizzle128 | static_cast<unsigned long long>(group_stride >> 4) << 32 |
-         static_cast<unsigned long long>(panel_stride >> 4) << 16 | ((shared & 0x3ffff) >> 4);
-}
+// panel_stride: bytes between panels of 64 elements along M or N, for MN-major matrices that are
+// wider (PTX ISA, "Matrix Descriptor Format").
+struct Matrix {
+  unsigned low;  // half of a descriptor; the other one is a constant
+
+  __device__ __forceinline__ Matrix(unsigned shared, unsigned panel_stride)
+      : low(panel_stride >> 4 << 16 | shared >> 4) {}
+
+  // The descriptor of what begins so many bytes on; one addition, since shared memory ends long
+  // before the address's 14 bits overflow.
+  __device__ __forceinline__ unsigned long long descriptor(unsigned bytes) const {
+    constexpr unsigned long long kSwizzle128 = 1ull << 62;
+    constexpr unsigned long long kGroupStride = 1024 >> 4;  // between groups of 8 rows
+    return kSwizzle128 | kGroupStride << 32 | (low + (bytes >> 4));
+  }
+};
 
 // Before the first of a series of wgmmas whose registers other code has written.
 __device__ __forceinline__ void wgmma_fence() {

@@ -1,0 +1,351 @@
+// Attention for one query a sequence, from sm_90: a thread block streams the keys of one sequence and KV head,
+// or of one split of them, with the bits of attention_generic.cu, whose head defines the result.
+//
+// Keys are the rows of the tensor core's tile and the heads of a KV group its 8 columns, which is S
+// transposed: the same products in the same order. Within a block of keys the warps share what no
+// sum needs whole: first the keys, 16 a warp, for the scores; then the columns of the output, 16 or
+// 32 a warp, for P V. In between, the largest scores and the rounded weights go through shared
+// memory. Copies run kStages - 1 blocks ahead.
+//
+// With `work`, a thread block has one split, whose part attention_combine.cu merges with the others;
+// without, it has the whole sequence and merges at the end of each split in its registers.
+
+#include "cluster.cuh"
+#include "copy.cuh"
+#include "definition.cuh"
+#include "keys.cuh"
+#include "merge.cuh"
+#include "mma.cuh"
+#include "numeric.cuh"
+#include "parameters.cuh"
+#include "row_end.cuh"
+#include "softmax.cuh"
+
+// The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), SHARED_BYTES
+// (what the launch reserves), KERNEL_NAME.
+
+using namespace rlbench;
+
+constexpr int kHeadDim = HEAD_DIM;
+constexpr int kBlockKeys = kBlockKeysOf<kHeadDim>;
+constexpr int kSplitBlocks = kSplitBlocksOf<kHeadDim>;
+constexpr int kSplitKeys = kSplitBlocks * kBlockKeys;
+constexpr bool kPaged = PAGED != 0;
+using Element = ELEMENT;
+
+constexpr int kHeads = 8;  // query heads of a tile: the n of m16n8k16
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kStages = kHeadDim == 256 ? 2 : 3;
+constexpr int kKeyTiles = kBlockKeys / 16;
+constexpr int kColumnTiles = kHeadDim / 16;
+constexpr int kWarpColumnTiles = (kColumnTiles + kWarps - 1) / kWarps;
+constexpr int kSummingWarp = kWarps - 1;
+
+// Shared memory, in bytes from its beginning.
+constexpr int kRowBytes = kHeadDim * 2;
+constexpr int kTileBytes = kBlockKeys * kRowBytes;         // of K or V; a stage has both
+constexpr int kWeights = kStages * 2 * kTileBytes;         // [key][head]
+constexpr int kPairSums = kWeights + kBlockKeys * kHeads * 2;    // [pair of keys][head], float
+constexpr int kTileMax = kPairSums + kBlockKeys / 2 * kHeads * 4;  // [tile of keys][head], float
+constexpr int kInverse = kTileMax + kKeyTiles * kHeads * 4;      // [head], float
+constexpr int kSharedBytes = kInverse + kHeads * 4;
+
+static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
+static_assert(kKeyTiles <= kWarps, "a warp has at most one tile of keys");
+
+struct Tile {
+  static constexpr int kRowBytes = ::kRowBytes;
+  static __device__ __forceinline__ unsigned offset(int row, int chunk) {
+    return swizzled_offset<kRowBytes>(row, chunk);
+  }
+};
+using Keys = KeyRows<kHeadDim, kBlockKeys, kWarps, kPaged, Tile>;
+
+// One value for each head of the tile, as the lanes of a warp hold them: lane (g, c) those of the
+// heads 2c and 2c + 1, whatever g.
+struct HeadPair {
+  float of[2];
+
+  // The value of the head that lane 4 h + q sums up the weights of.
+  __device__ __forceinline__ float of_own_head(int lane) const {
+    const int source = lane / 8;  // its c is lane / 4 / 2
+    const float even = __shfl_sync(kFullWarp, of[0], source);
+    const float odd = __shfl_sync(kFullWarp, of[1], source);
+    return lane / 4 % 2 == 0 ? even : odd;
+  }
+};
+
+__device__ __forceinline__ float& shared_float(unsigned char* memory, int begin, int index) {
+  return reinterpret_cast<float*>(memory + begin)[index];
+}
+
+// work: [sequences, splits, heads, kHeadDim] and then [sequences, splits, heads, 5]; `out` is not
+// written if it is there.
+extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
+    KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long splits_arg,
+                double scale_arg, double scale_log2_arg) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  const unsigned base = shared_address(memory);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  // Through a shuffle, so that the compiler knows it to be the same in all lanes.
+  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
+  const int g = lane / 4;  // fragment coordinates, as in mma.cuh
+  const int c = lane % 4;
+
+  // Which heads of which sequence, and which split. Later splits are absent more often: they start
+  // last.
+  const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
+  const unsigned group = static_cast<unsigned>(group_arg);
+  const unsigned head_tiles = (group + kHeads - 1) / kHeads;
+  unsigned place = blockIdx.x;
+  const unsigned head_tile = place % head_tiles;
+  place /= head_tiles;
+  const unsigned kv_head = place % kv_heads;
+  place /= kv_heads;
+  const unsigned sequence = place % static_cast<unsigned>(sequences_arg);
+  const unsigned split = place / static_cast<unsigned>(sequences_arg);
+
+  const int q_row = cu_seqlens_q[sequence];
+  if (cu_seqlens_q[sequence + 1] == q_row) return;
+  const int k_begin = kPaged ? 0 : lengths_k[sequence];
+  const int k_length = kPaged ? lengths_k[sequence] : lengths_k[sequence + 1] - k_begin;
+  const int first_block = static_cast<int>(split) * kSplitBlocks;
+  const int all_blocks = k_length > 0 ? (k_length + kBlockKeys - 1) / kBlockKeys : 0;
+  if (split > 0 && first_block >= all_blocks) return;
+  const bool whole = work == nullptr;
+  // More keys than the caller said there would be have no result, and the row says so.
+  const bool impossible = whole && k_length > splits_arg * kSplitKeys;
+  const int last = whole ? (impossible ? 0 : all_blocks) : first_block + kSplitBlocks;
+  const int end_block = last < all_blocks ? last : all_blocks;
+
+  const unsigned first_head = kv_head * group + head_tile * kHeads;
+  const int heads = static_cast<int>(
+      group - head_tile * kHeads < kHeads ? group - head_tile * kHeads : kHeads);
+  const float scale_log2 = static_cast<float>(scale_log2_arg);
+
+  // --- copies ------------------------------------------------------------------------------------
+  const Strides k_strides = {k_page_stride, k_row_stride, k_head_stride};
+  const Strides v_strides = {v_page_stride, v_row_stride, v_head_stride};
+  const unsigned short* k_head = k + kv_head * k_strides.head;
+  const unsigned short* v_head = v + kv_head * v_strides.head;
+  Keys keys;
+  keys.table = kPaged ? block_table + sequence * table_stride : nullptr;
+  keys.page_size = static_cast<unsigned>(page_size_arg);
+  keys.first_row = k_begin;
+  keys.end = k_length;
+  const auto stage_of = [&](int block) {
+    return static_cast<unsigned>((block - first_block) % kStages) * 2 * kTileBytes;
+  };
+  // Starts copying a block, which has been looked up, and looks up the next one.
+  const auto copy_block = [&](int block) {
+    if (block < end_block) {
+      const unsigned stage = base + stage_of(block);
+      keys.copy(stage, k_head, k_strides, block * kBlockKeys, warp, lane);
+      keys.copy(stage + kTileBytes, v_head, v_strides, block * kBlockKeys, warp, lane);
+      keys.find((block + 1) * kBlockKeys, warp, lane);
+    }
+    copy_async_commit();
+  };
+  keys.find(first_block * kBlockKeys, warp, lane);
+#pragma unroll
+  for (int ahead = 0; ahead < kStages - 1; ++ahead) copy_block(first_block + ahead);
+
+  unsigned q_fragments[kHeadDim / 16][2];
+  const unsigned short* q_head =
+      q + q_row * q_row_stride + (first_head + g) * q_head_stride + 2 * c;
+#pragma unroll
+  for (int d = 0; d < kHeadDim / 16; ++d) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      q_fragments[d][half] =
+          g < heads ? *reinterpret_cast<const unsigned*>(q_head + 16 * d + 8 * half) : 0u;
+    }
+  }
+
+  if (!whole) let_next_grid_start();  // it waits for this one by itself
+
+  // --- the state: of this split, and of those before it ------------------------------------------
+  HeadPair max = {{-kInfinity, -kInfinity}}, total_max = max;
+  float acc[kWarpColumnTiles][4] = {};  // [columns g, g + 8][heads 2c, 2c + 1]
+  float total_acc[kWarpColumnTiles][4] = {};
+  float sum = 0.0f, total_sum = 0.0f;  // the summing warp's lane 4 h + q: l[q] of head h
+  const bool has_keys = warp < kKeyTiles;
+
+  for (int block = first_block; block < end_block; ++block) {
+    // This block has landed, and every warp is done with the last one.
+    copy_async_wait<kStages - 2>();
+    __syncthreads();
+    copy_block(block + kStages - 1);
+    const unsigned k_tile = base + stage_of(block);
+    const unsigned v_tile = k_tile + kTileBytes;
+
+    // Scores of this warp's 16 keys: [keys g, g + 8][heads 2c, 2c + 1].
+    float scores[4] = {};
+    if (has_keys) {
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 16; ++d) {
+        unsigned a[4];
+        load_matrices(a, k_tile + swizzled_offset<kRowBytes>(warp * 16 + lane % 16,
+                                                             2 * d + lane / 16));
+        mma_m16n8k16<Element>(scores, a, q_fragments[d][0], q_fragments[d][1]);
+      }
+      const int first_key = block * kBlockKeys + warp * 16;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (first_key + g + e / 2 * 8 >= k_length) scores[e] = -kInfinity;
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float largest = fmaxf(scores[h], scores[h + 2]);
+#pragma unroll
+        for (int other = 4; other < 32; other *= 2) {
+          largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, other));
+        }
+        if (g == 0) shared_float(memory, kTileMax, warp * kHeads + 2 * c + h) = largest;
+      }
+    }
+    __syncthreads();
+
+    // What the block's weights are relative to; all warps find the same.
+    HeadPair rescale, scaled;
+    bool changed = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float largest = -kInfinity;
+#pragma unroll
+      for (int tile = 0; tile < kKeyTiles; ++tile) {
+        largest = fmaxf(largest, shared_float(memory, kTileMax, tile * kHeads + 2 * c + h));
+      }
+      const float next = next_reference(max.of[h], largest, scale_log2);
+      const float reference = next == -kInfinity ? 0.0f : next;
+      rescale.of[h] = exp2_approx(__fmul_rn(__fsub_rn(max.of[h], reference), scale_log2));
+      scaled.of[h] = __fmul_rn(reference, scale_log2);
+      changed = changed || next != max.of[h];
+      max.of[h] = next;
+    }
+    changed = __any_sync(kFullWarp, changed);
+
+    if (has_keys) {
+      float pair[2][2];  // [keys g, keys g + 8][head]
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        scores[e] = exp2_approx(__fmaf_rn(scores[e], scale_log2, -scaled.of[e % 2]));
+        // Keys 2q and 2q + 1 are in lanes whose g differ in the last bit.
+        pair[e / 2][e % 2] = __fadd_rn(scores[e], __shfl_xor_sync(kFullWarp, scores[e], 4));
+      }
+      unsigned* weights = reinterpret_cast<unsigned*>(memory + kWeights);
+      weights[(warp * 16 + g) * (kHeads / 2) + c] = Element::pack(scores[0], scores[1]);
+      weights[(warp * 16 + g + 8) * (kHeads / 2) + c] = Element::pack(scores[2], scores[3]);
+      // Of the two lanes that have a pair, the even one writes head 2c's, the odd one the other's.
+      const int index = (warp * 8 + g / 2) * kHeads + 2 * c + g % 2;
+      shared_float(memory, kPairSums, index) = g % 2 == 0 ? pair[0][0] : pair[0][1];
+      shared_float(memory, kPairSums, index + 4 * kHeads) = g % 2 == 0 ? pair[1][0] : pair[1][1];
+    }
+    __syncthreads();
+
+    if (warp == kSummingWarp) {
+      if (changed) sum = __fmul_rn(sum, rescale.of_own_head(lane));
+#pragma unroll
+      for (int t = 0; t < kBlockKeys / 8; ++t) {
+        const int pair = t * 4 + c;
+        sum = __fadd_rn(sum, shared_float(memory, kPairSums, pair * kHeads + lane / 4));
+      }
+    }
+    if (changed) {
+#pragma unroll
+      for (int i = 0; i < kWarpColumnTiles; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[i][e] = __fmul_rn(acc[i][e], rescale.of[e % 2]);
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kKeyTiles; ++step) {
+      unsigned b[2];
+      load_two_transposed(b, base + kWeights + (step * 16 + lane % 16) * (kHeads * 2));
+      const int row = step * 16 + lane % 8 + lane / 16 * 8;
+#pragma unroll
+      for (int i = 0; i < kWarpColumnTiles; ++i) {
+        const int column_tile = warp * kWarpColumnTiles + i;
+        if (column_tile < kColumnTiles) {
+          unsigned a[4];
+          load_matrices_transposed(
+              a, v_tile + swizzled_offset<kRowBytes>(row, 2 * column_tile + lane / 8 % 2));
+          mma_m16n8k16<Element>(acc[i], a, b[0], b[1]);
+        }
+      }
+    }
+
+    if (whole && ((block + 1) % kSplitBlocks == 0 || block + 1 == end_block)) {
+      const MergeScales scales[2] = {MergeScales(total_max.of[0], max.of[0], scale_log2),
+                                     MergeScales(total_max.of[1], max.of[1], scale_log2)};
+      const HeadPair old = {{scales[0].old, scales[1].old}};
+      const HeadPair now = {{scales[0].now, scales[1].now}};
+      const float own_old = old.of_own_head(lane);
+      const float own_now = now.of_own_head(lane);
+      total_sum = __fmaf_rn(sum, own_now, __fmul_rn(total_sum, own_old));
+#pragma unroll
+      for (int i = 0; i < kWarpColumnTiles; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          total_acc[i][e] = scales[e % 2](total_acc[i][e], acc[i][e]);
+          acc[i][e] = 0.0f;
+        }
+      }
+      total_max = {{scales[0].max, scales[1].max}};
+      max = {{-kInfinity, -kInfinity}};
+      sum = 0.0f;
+    }
+  }
+  copy_async_wait_all();
+
+  // --- the end -----------------------------------------------------------------------------------
+  const long long all_heads = static_cast<long long>(kv_heads) * group;
+  const int own_head = lane / 4;
+  if (!whole) {
+    const long long part = static_cast<long long>(sequence) * splits_arg + split;
+    float* parts = work + (part * all_heads + first_head) * kHeadDim;
+#pragma unroll
+    for (int i = 0; i < kWarpColumnTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int head = 2 * c + e % 2;
+        const int column = (warp * kWarpColumnTiles + i) * 16 + g + e / 2 * 8;
+        if (head < heads && column < kHeadDim) parts[head * kHeadDim + column] = acc[i][e];
+      }
+    }
+    const float largest = max.of_own_head(lane);
+    if (warp == kSummingWarp && own_head < heads) {
+      float* stats = work + sequences_arg * splits_arg * all_heads * kHeadDim +
+                     (part * all_heads + first_head + own_head) * 5;
+      stats[1 + c] = sum;
+      if (c == 0) stats[0] = largest;
+    }
+    return;
+  }
+  const float largest = total_max.of_own_head(lane);
+  const float two = __fadd_rn(total_sum, __shfl_xor_sync(kFullWarp, total_sum, 1));
+  const float total = __fadd_rn(two, __shfl_xor_sync(kFullWarp, two, 2));
+  if (warp == kSummingWarp && c == 0) {
+    shared_float(memory, kInverse, own_head) = inverse_of(total, impossible);
+    if (lse != nullptr && own_head < heads) {
+      lse[q_row * all_heads + first_head + own_head] =
+          log_sum_exp(largest, total, scale_arg, impossible);
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kWarpColumnTiles; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int head = 2 * c + e % 2;
+      const int column = (warp * kWarpColumnTiles + i) * 16 + g + e / 2 * 8;
+      if (head < heads && column < kHeadDim) {
+        const float value =
+            __fmaf_rn(total_acc[i][e], shared_float(memory, kInverse, head), 0.0f);
+        out[q_row * out_row_stride + (first_head + head) * out_head_stride + column] =
+            static_cast<unsigned short>(Element::pack(value, 0.0f));
+      }
+    }
+  }
+}

@@ -1,0 +1,112 @@
+"""The builds of `attention_stream_sm90.cu`, and when it serves a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from rlbench.kernels.attention import combine
+from rlbench.kernels.attention.launch import Launch, Plan, fits, load
+from rlbench.kernels.attention.request import BLOCK_KEYS, ELEMENTS, HEADS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cuda.core import Kernel
+
+    from rlbench.kernels.attention.request import Request
+
+_CAPABILITIES = range(9, 12)  # from 12 on shared memory is too small
+_ENOUGH_PER_SM = 2
+"""Sequences and KV heads for each SM from which on splitting them gains nothing."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One build of the source, which checks shared_bytes."""
+
+    source: ClassVar[str] = "attention/attention_stream_sm90"
+    threads: ClassVar[int] = 256
+
+    head_dim: int
+    element: str
+    paged: bool
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's name, as a profiler shows it."""
+        suffix = combine.suffix(self.head_dim, self.element, self.paged)
+        return f"rlbench_attention_stream_{suffix}"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Stages of K and V; a block's weights, their sums by pairs, and largest scores."""
+        keys = BLOCK_KEYS[self.head_dim]
+        stages = 2 if self.head_dim == 256 else 3
+        tiles = stages * 2 * keys * self.head_dim * 2
+        return tiles + (keys * 2 + keys // 2 * 4 + keys // 16 * 4 + 4) * HEADS
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        """The macros that the source takes."""
+        return {
+            "HEAD_DIM": self.head_dim,
+            "ELEMENT": self.element,
+            "PAGED": int(self.paged),
+            "SHARED_BYTES": self.shared_bytes,
+            "KERNEL_NAME": self.kernel,
+        }
+
+
+def variants() -> Iterator[Variant | combine.Combine]:
+    """Every build that a call can ask for, from compute capability 9.0."""
+    for head_dim in BLOCK_KEYS:
+        for element in ELEMENTS.values():
+            for paged in (False, True):
+                yield Variant(head_dim, element, paged)
+                yield combine.Combine(head_dim, element, paged)
+
+
+def serves(request: Request) -> bool:
+    """Whether the call is a decode step; the bits are the same whoever serves it."""
+    if request.max_seqlen_q != 1:
+        return False
+    from cuda.core import Device
+
+    return fits(Variant(*request.build), Device(request.device), _CAPABILITIES)
+
+
+def plan(request: Request) -> Plan:
+    """What a decode step launches. The device is the current one."""
+    from cuda.core import Device, LaunchConfig
+
+    variant, kernel, merge = _load(request.build, request.device)
+    sms = Device(request.device).properties.multiprocessor_count
+    rows = request.decode_units // request.splits
+    whole = request.splits == 1 or rows >= _ENOUGH_PER_SM * sms
+    config = LaunchConfig(
+        grid=rows if whole else request.decode_units,
+        block=variant.threads,
+        shmem_size=variant.shared_bytes,
+    )
+    parts = Launch(config, kernel, combine.numbers(request))
+    if whole:
+        return Plan(request.device, (parts,), 0)
+    return Plan(
+        request.device, (parts, combine.merging(request, merge)), combine.work(request)
+    )
+
+
+_loaded: dict[tuple[tuple[int, str, bool], int], tuple[Variant, Kernel, Kernel]] = {}
+
+
+def _load(build: tuple[int, str, bool], device: int) -> tuple[Variant, Kernel, Kernel]:
+    found = _loaded.get((build, device))
+    if found is None:
+        from cuda.core import Device
+
+        machine = Device(device)
+        variant = Variant(*build)
+        kernels = load(variant, machine), load(combine.Combine(*build), machine)
+        found = _loaded[build, device] = variant, *kernels
+    return found
