@@ -224,7 +224,6 @@ def test_half_tiles_have_the_same_bits(
     """GPUs with little shared memory take 32 rows at head dim 256: the height of a tile is free."""
     sequences = [make(n, n + 50, (8, 2, 256), torch.bfloat16, generator) for n in (1, 333)]
     want = [*run(sequences), *run_paged(sequences, 16, generator)]
-    monkeypatch.setattr(generic, "_loaded", {})
     monkeypatch.setattr(operator, "_plans", {})
     monkeypatch.setattr(generic, "Variant", lambda d, e, p, tile_rows=32: Variant(d, e, p, 32))
     got = [*run(sequences), *run_paged(sequences, 16, generator)]

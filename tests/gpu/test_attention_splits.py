@@ -26,7 +26,7 @@ from attention_calls import (
     skip_without_gpu,
 )
 
-from rlbench.kernels.attention import attention, decode, launch, operator, prefill
+from rlbench.kernels.attention import attention, decode, generic, launch, operator, prefill, stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,14 +36,13 @@ skip_without_gpu()
 hopper = pytest.mark.skipif(
     torch.cuda.get_device_capability() < (9, 0), reason="needs compute capability 9.0 or newer"
 )
-# Sides of a split at each head dim (2048, 2080), of its blocks, and several splits.
-EDGES = [0, 1, 2000, 2047, 2048, 2049, 2079, 2080, 2081, 4095, 4096, 4097, 4159, 4160, 4161, 5200]
+# Sides of a split at each head dim (2304, 2240), of its blocks, and several splits.
+EDGES = [0, 1, 2000, 2239, 2240, 2241, 2303, 2304, 2305, 4479, 4480, 4481, 4607, 4608, 4609, 5200]
 
 
 @pytest.fixture(autouse=True)
 def hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(launch.SWITCH, "1")
-    monkeypatch.setattr(decode, "_PAIRS_PER_SM", 1000)  # also where the generic one is faster
     operator._plans.clear()
     yield
     operator._plans.clear()
@@ -93,20 +92,29 @@ def test_chunked_is_whole_over_many_splits(
 @hopper
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES, (16, 1, 128), (20, 1, 64), (32, 8, 128), (12, 4, 256)])
-def test_decode_kernel_has_the_generic_kernels_bits(
+def test_decode_kernels_have_the_generic_kernels_bits(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lengths = [1, 2, 16, 79, 80, 81, 128, 129, 700, 2047, 2048, 2049, 2080, 2081, 4101, 6400]
+    lengths = [1, 2, 16, 79, 80, 81, 128, 129, 700, 2239, 2240, 2241, 2304, 2305, 4701, 6800]
     steps = [make(1, n, shape, dtype, generator) for n in lengths]
-    fast = [*all_ways(steps, generator)]
+    kinds = {}
+    for kind in (decode, stream, generic):
+        with monkeypatch.context() as only:
+            for other in (decode, stream):
+                only.setattr(other, "serves", lambda *_, mine=other is kind: mine)
+            operator._plans.clear()
+            kinds[kind] = [*all_ways(steps, generator)]
+            if kind is stream:
+                for enough in (0.0, 1e9):  # whole sequences, and their splits
+                    only.setattr(stream, "_ENOUGH_PER_SM", enough)
+                    operator._plans.clear()
+                    kinds[kind] += all_ways(steps, generator)
     operator._plans.clear()
-    monkeypatch.setattr(decode, "serves", lambda *_: False)
-    slow = run(steps)
-    operator._plans.clear()
-    for results in fast:
+    slow = kinds[generic][0]
+    for results in [*kinds[decode], *kinds[stream], *kinds[generic]]:
         for n, result, want in zip(lengths, results, slow, strict=True):
             assert same_bits(result.out, want.out), n
             assert same_bits(result.lse, want.lse), n
@@ -147,25 +155,24 @@ def test_prefill_kernel_has_the_generic_kernels_bits(
 def test_each_call_runs_the_kernel_meant_for_it(
     shape: tuple[int, int, int], generator: torch.Generator
 ) -> None:
-    def kernels(keys: int) -> str:
-        (step,) = steps_of(make(keys, keys, shape, torch.bfloat16, generator), [keys - 1])
-        run([step])
+    def kernels(sequences: list[Sequence]) -> str:
+        run(sequences)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-            run([step])
+            run(sequences)
             torch.cuda.synchronize()
         return " ".join(event.name for event in seen.events())
 
-    prompt = make(300, 300, shape, torch.bfloat16, generator)
-    run([prompt])
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        run([prompt])
-        torch.cuda.synchronize()
-    assert "attention_prefill" in " ".join(event.name for event in seen.events())
-    one, several = kernels(100), kernels(5000)
+    def step(keys: int) -> Sequence:
+        return make(1, keys, shape, torch.bfloat16, generator)
+
+    assert "attention_prefill" in kernels([make(300, 300, shape, torch.bfloat16, generator)])
+    one, several, many = kernels([step(100)]), kernels([step(5000)]), kernels([step(100)] * 400)
     assert "attention_decode" in one
-    assert "attention_generic" not in one
+    assert "attention_combine" not in one
     assert "attention_decode" in several
     assert "attention_combine" in several
+    assert "attention_stream" in many
+    assert "attention_generic" not in one + several + many
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -181,7 +188,7 @@ def test_rows_with_more_keys_than_was_said_become_nan(
         "max_seqlen_q": query.shape[0],
         "return_lse": True,
     }
-    for said in (1, 2048):
+    for said in (1, 2240):
         out, lse = attention(query, sequence.k, sequence.v, max_seqlen_k=said, **arguments)
         assert out[-1].isnan().all()
         assert lse[-1].isnan().all()
@@ -210,7 +217,7 @@ def test_splits_in_a_cuda_graph(dim: int, generator: torch.Generator) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         attention(q, pool, pool, out=out, **arguments)
-    for new in ([1, 300, 5000], [5456, 2049, 0], [2080, 2048, 4096]):
+    for new in ([1, 300, 5000], [5456, 2305, 0], [2240, 2304, 4608]):
         lengths.copy_(torch.tensor(new, dtype=torch.int32))
         q.copy_(normal(tuple(q.shape), torch.bfloat16, generator))
         out.fill_(NAN)
@@ -241,17 +248,14 @@ def test_no_key_at_all(generator: torch.Generator) -> None:
 def test_half_tiles_have_the_same_bits_over_many_splits(
     generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlbench.kernels.attention import generic
-
     sequence = make(2600, 4500, (4, 1, 256), torch.bfloat16, generator)
     (whole,) = run([sequence])
 
-    def half(head_dim: int, element: str, paged: bool, machine: object) -> generic.Variant:
+    def half(head_dim: int, element: str, paged: bool, device: int) -> generic.Variant:
         return generic.Variant(head_dim, element, paged, tile_rows=32)
 
     with monkeypatch.context() as patch:
-        patch.setattr(generic, "_fitting_variant", half)
-        patch.setattr(generic, "_loaded", {})
+        patch.setattr(generic, "fitting_variant", half)
         operator._plans.clear()
         (result,) = run([sequence])
     operator._plans.clear()

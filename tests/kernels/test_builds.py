@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rlbench.kernels import jit
-from rlbench.kernels.attention import builds, decode, generic, prefill
+from rlbench.kernels.attention import builds, combine, decode, generic, prefill, stream
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +19,8 @@ pytest.importorskip("cuda.core", reason="needs cuda-core and NVRTC: pip install 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 NEEDS = {
     decode.Variant: ("sm_90a", "sm_100a"),
-    decode.Combine: ("sm_90a", "sm_100a"),
+    combine.Combine: ("sm_90a", "sm_100a"),
+    stream.Variant: ("sm_90a", "sm_100a"),
     prefill.Variant: ("sm_90a",),
 }
 BUILDS = [

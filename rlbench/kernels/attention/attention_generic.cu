@@ -235,7 +235,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   // Without room to wait in, a row with more keys than a split has no result, and says so.
   const bool impossible = work == nullptr && blocks > kSplitBlocks;
 
-  __syncwarp();  // only this warp reads its rows of Q
-  rows.write<Element, Tile>(softmax, acc, shared_memory, out, out_row_stride, out_head_stride, lse,
-                            scale_arg, impossible, warp_row, lane);
+  rows.write<Element>(softmax, acc, out, out_row_stride, out_head_stride, lse, scale_arg, impossible,
+                      warp_row, lane);
 }

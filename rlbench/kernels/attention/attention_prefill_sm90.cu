@@ -361,8 +361,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       earlier_blocks += blocks;
       ++earlier_tiles;
     }
-    tile_rows().template finish<Element>(softmax, acc, out, out_row_stride, out_head_stride, lse,
-                                         scale_arg, blocks != seen, warp_row, lane);
+    tile_rows().write<Element>(softmax, acc, out, out_row_stride, out_head_stride, lse, scale_arg,
+                               blocks != seen, warp_row, lane);
   }
   // The other one's last giving way is met, so that none is left over.
   if (TURNS && consumer == 0 && in_turn) named_barrier(1, kConsumerThreads);

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from rlbench.kernels.attention.launch import Launch
+from rlbench.kernels.attention.launch import Launch, Plan, kernel_of
 
 if TYPE_CHECKING:
-    from cuda.core import Kernel
-
     from rlbench.kernels.attention.request import Request
 
 
@@ -50,18 +48,15 @@ def numbers(request: Request) -> tuple[int | float, ...]:
     return (*request.first_numbers, request.sequences, request.splits, *request.scales)
 
 
-def merging(request: Request, kernel: Kernel) -> Launch:
-    """Merges the parts of every row, which a decode kernel has left in scratch memory."""
+def after(request: Request, parts: Launch) -> Plan:
+    """A decode kernel that leaves the parts of every row in scratch memory, and their merging."""
     from cuda.core import LaunchConfig
 
     _, heads, head_dim = request.q.shape
     config = LaunchConfig(
         grid=request.sequences * heads, block=head_dim, programmatic_stream_serialization=True
     )
-    return Launch(config, kernel, numbers(request))
-
-
-def work(request: Request) -> int:
-    """fp32 elements of scratch memory for the parts: O, a maximum and four sums each."""
-    _, heads, head_dim = request.q.shape
-    return request.splits * request.sequences * heads * (head_dim + 5)
+    kernel = kernel_of(Combine(*request.build), request.device)
+    # O, a maximum and four sums of each part.
+    work = request.splits * request.sequences * heads * (head_dim + 5)
+    return Plan(request.device, (parts, Launch(config, kernel, numbers(request))), work)

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rlbench.kernels.attention import combine
-from rlbench.kernels.attention.launch import Launch, Plan, fits, load
+from rlbench.kernels.attention.launch import Launch, Plan, fits, kernel_of, sms
 from rlbench.kernels.attention.request import BLOCK_KEYS, ELEMENTS, HEADS, split_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from cuda.core import Kernel
 
     from rlbench.kernels.attention.request import Request
 
@@ -86,43 +84,22 @@ def serves(request: Request) -> bool:
     clusters; the bits are the same whoever serves it."""
     if request.max_seqlen_q != 1:
         return False
-    from cuda.core import Device
-
-    machine = Device(request.device)
     variant = Variant(*request.build)
     # Two blocks an SM; clusters do not fill every GPU to the last SM, an H200 to 120 of 132.
-    room = 2 * machine.properties.multiprocessor_count * 10 // 11 // variant.ranks
-    return request.decode_units <= room and fits(variant, machine, _CAPABILITIES)
+    room = 2 * sms(request.device) * 10 // 11 // variant.ranks
+    return request.decode_units <= room and fits(variant, request.device, _CAPABILITIES)
 
 
 def plan(request: Request) -> Plan:
     """What a decode step launches. The device is the current one."""
     from cuda.core import LaunchConfig
 
-    variant, kernel, merge = _load(request.build, request.device)
+    variant = Variant(*request.build)
     config = LaunchConfig(
         grid=request.decode_units * variant.ranks,
         block=variant.threads,
         shmem_size=variant.shared_bytes,
     )
-    parts = Launch(config, kernel, combine.numbers(request))
-    if request.splits == 1:
-        return Plan(request.device, (parts,), 0)
-    return Plan(
-        request.device, (parts, combine.merging(request, merge)), combine.work(request)
-    )
-
-
-_loaded: dict[tuple[tuple[int, str, bool], int], tuple[Variant, Kernel, Kernel]] = {}
-
-
-def _load(build: tuple[int, str, bool], device: int) -> tuple[Variant, Kernel, Kernel]:
-    found = _loaded.get((build, device))
-    if found is None:
-        from cuda.core import Device
-
-        machine = Device(device)
-        variant = Variant(*build)
-        kernels = load(variant, machine), load(combine.Combine(*build), machine)
-        found = _loaded[build, device] = variant, *kernels
-    return found
+    parts = Launch(config, kernel_of(variant, request.device), combine.numbers(request))
+    one = request.splits == 1
+    return Plan(request.device, (parts,), 0) if one else combine.after(request, parts)

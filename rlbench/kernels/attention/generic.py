@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rlbench.kernels.attention import tiles
-from rlbench.kernels.attention.launch import load
 from rlbench.kernels.attention.request import BLOCK_KEYS, ELEMENTS, HEAD_DIMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from cuda.core import Device, Kernel
 
     from rlbench.kernels.attention.launch import Plan
     from rlbench.kernels.attention.request import Request
@@ -79,24 +76,17 @@ def variants() -> Iterator[Variant]:
 
 def plan(request: Request) -> Plan:
     """What the request launches. The device is the current one."""
-    return tiles.plan(request, *_load(request.build, request.device))
+    return tiles.plan(request, fitting_variant(*request.build, request.device))
 
 
-_loaded: dict[tuple[tuple[int, str, bool], int], tuple[Variant, Kernel]] = {}
+def fitting_variant(head_dim: int, element: str, paged: bool, device: int) -> Variant:
+    """The build with as many rows as the device's shared memory has room for.
 
+    Raises ValueError for a device older than compute capability 8.0.
+    """
+    from cuda.core import Device
 
-def _load(build: tuple[int, str, bool], device: int) -> tuple[Variant, Kernel]:
-    found = _loaded.get((build, device))
-    if found is None:
-        from cuda.core import Device
-
-        machine = Device(device)
-        variant = _fitting_variant(*build, machine)
-        found = _loaded[build, device] = variant, load(variant, machine)
-    return found
-
-
-def _fitting_variant(head_dim: int, element: str, paged: bool, machine: Device) -> Variant:
+    machine = Device(device)
     major, minor = machine.compute_capability
     if major < 8:
         raise ValueError(

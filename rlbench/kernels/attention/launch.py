@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -10,7 +11,7 @@ from rlbench.kernels import jit
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cuda.core import Device, Kernel, LaunchConfig, Stream
+    from cuda.core import Kernel, LaunchConfig, Stream
 
 SWITCH = "RLBENCH_ATTENTION_HOPPER"
 """Environment variable: 0 turns the kernels for Hopper off; the generic one then serves every call,
@@ -19,7 +20,9 @@ KEPT = 4096  # of plans and streams; more are forgotten all at once
 
 
 class Build(Protocol):
-    """One build of one source."""
+    """One build of one source: a value, so that its kernel is loaded once."""
+
+    def __hash__(self) -> int: ...
 
     @property
     def source(self) -> str:
@@ -61,8 +64,11 @@ def hopper_is_on() -> bool:
     return os.environ.get(SWITCH, "1") != "0"
 
 
-def fits(build: Build, machine: Device, capabilities: range) -> bool:
+def fits(build: Build, device: int, capabilities: range) -> bool:
     """Whether a kernel written for these major compute capabilities is on and can run there."""
+    from cuda.core import Device
+
+    machine = Device(device)
     return bool(
         hopper_is_on()
         and machine.compute_capability.major in capabilities
@@ -70,14 +76,17 @@ def fits(build: Build, machine: Device, capabilities: range) -> bool:
     )
 
 
-def load(build: Build, machine: Device) -> Kernel:
-    """The build's kernel, ready to launch on `machine`; compiled on first use.
+@functools.cache
+def kernel_of(build: Build, device: int) -> Kernel:
+    """The build's kernel, ready to launch on CUDA device number `device`; compiled on first use.
 
     Raises:
         KernelBuildError: it cannot be compiled or loaded, or takes more shared memory than there is.
     """
     from cuda.bindings import driver
+    from cuda.core import Device
 
+    machine = Device(device)
     machine.set_current()  # the primary context, which is torch's
     major, minor = machine.compute_capability
     arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
@@ -94,6 +103,14 @@ def load(build: Build, machine: Device) -> Kernel:
             f"shared memory: {status}"
         )
     return kernel
+
+
+@functools.cache
+def sms(device: int) -> int:
+    """Multiprocessors of CUDA device number `device`."""
+    from cuda.core import Device
+
+    return int(Device(device).properties.multiprocessor_count)
 
 
 def run(stream: Stream, launches: tuple[Launch, ...], pointers: tuple[int, ...]) -> None:

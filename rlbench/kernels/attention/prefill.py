@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rlbench.kernels.attention import tiles
-from rlbench.kernels.attention.launch import fits, load
+from rlbench.kernels.attention.launch import fits, sms
 from rlbench.kernels.attention.request import BLOCK_KEYS, ELEMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from cuda.core import Kernel
 
     from rlbench.kernels.attention.launch import Plan
     from rlbench.kernels.attention.request import Request
@@ -69,34 +67,14 @@ def variants() -> Iterator[Variant]:
 
 def serves(request: Request) -> bool:
     """Whether this kernel can take the call; the generic kernel's bits are the same."""
-    from cuda.core import Device
-
     more_than_decode = request.max_seqlen_q > 1
-    return more_than_decode and fits(Variant(*request.build), Device(request.device), _CAPABILITIES)
+    return more_than_decode and fits(Variant(*request.build), request.device, _CAPABILITIES)
 
 
 def plan(request: Request) -> Plan:
     """What the request launches. The device is the current one."""
-    from cuda.core import Device
-
-    build, kernel = _load(request.build, request.device)
+    build = Variant(*request.build)
     # Tiles are dealt out in turns, which is fair where all sequences are equally long; where they
     # are not, the GPU deals them out as blocks become free.
     even = request.q.shape[0] == request.sequences * request.max_seqlen_q
-    if even:
-        sms = Device(request.device).properties.multiprocessor_count
-        return tiles.plan(request, build, kernel, most_blocks=sms)
-    return tiles.plan(request, build, kernel)
-
-
-_loaded: dict[tuple[tuple[int, str, bool], int], tuple[Variant, Kernel]] = {}
-
-
-def _load(build: tuple[int, str, bool], device: int) -> tuple[Variant, Kernel]:
-    found = _loaded.get((build, device))
-    if found is None:
-        from cuda.core import Device
-
-        variant = Variant(*build)
-        found = _loaded[build, device] = variant, load(variant, Device(device))
-    return found
+    return tiles.plan(request, build, sms(request.device) if even else tiles.MAX_GRID)

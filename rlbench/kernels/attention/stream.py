@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rlbench.kernels.attention import combine
-from rlbench.kernels.attention.launch import Launch, Plan, fits, load
+from rlbench.kernels.attention.launch import Launch, Plan, fits, kernel_of, sms
 from rlbench.kernels.attention.request import BLOCK_KEYS, ELEMENTS, HEADS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from cuda.core import Kernel
 
     from rlbench.kernels.attention.request import Request
 
@@ -71,42 +69,20 @@ def serves(request: Request) -> bool:
     """Whether the call is a decode step; the bits are the same whoever serves it."""
     if request.max_seqlen_q != 1:
         return False
-    from cuda.core import Device
-
-    return fits(Variant(*request.build), Device(request.device), _CAPABILITIES)
+    return fits(Variant(*request.build), request.device, _CAPABILITIES)
 
 
 def plan(request: Request) -> Plan:
     """What a decode step launches. The device is the current one."""
-    from cuda.core import Device, LaunchConfig
+    from cuda.core import LaunchConfig
 
-    variant, kernel, merge = _load(request.build, request.device)
-    sms = Device(request.device).properties.multiprocessor_count
+    variant = Variant(*request.build)
     rows = request.decode_units // request.splits
-    whole = request.splits == 1 or rows >= _ENOUGH_PER_SM * sms
+    whole = request.splits == 1 or rows >= _ENOUGH_PER_SM * sms(request.device)
     config = LaunchConfig(
         grid=rows if whole else request.decode_units,
         block=variant.threads,
         shmem_size=variant.shared_bytes,
     )
-    parts = Launch(config, kernel, combine.numbers(request))
-    if whole:
-        return Plan(request.device, (parts,), 0)
-    return Plan(
-        request.device, (parts, combine.merging(request, merge)), combine.work(request)
-    )
-
-
-_loaded: dict[tuple[tuple[int, str, bool], int], tuple[Variant, Kernel, Kernel]] = {}
-
-
-def _load(build: tuple[int, str, bool], device: int) -> tuple[Variant, Kernel, Kernel]:
-    found = _loaded.get((build, device))
-    if found is None:
-        from cuda.core import Device
-
-        machine = Device(device)
-        variant = Variant(*build)
-        kernels = load(variant, machine), load(combine.Combine(*build), machine)
-        found = _loaded[build, device] = variant, *kernels
-    return found
+    parts = Launch(config, kernel_of(variant, request.device), combine.numbers(request))
+    return Plan(request.device, (parts,), 0) if whole else combine.after(request, parts)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from rlbench.kernels.attention.launch import Build, Launch, Plan
+from rlbench.kernels.attention.launch import Build, Launch, Plan, kernel_of
 
 if TYPE_CHECKING:
-    from cuda.core import Kernel
-
     from rlbench.kernels.attention.request import Request
 
 MAX_GRID = 2**31 - 1
@@ -33,9 +31,7 @@ class TiledBuild(Build, Protocol):
         """Threads of a block."""
 
 
-def plan(
-    request: Request, build: TiledBuild, kernel: Kernel, most_blocks: int = MAX_GRID
-) -> Plan:
+def plan(request: Request, build: TiledBuild, most_blocks: int = MAX_GRID) -> Plan:
     """What the request launches.
 
     most_blocks: of a source whose blocks take several tiles.
@@ -58,4 +54,4 @@ def plan(
     # Between splits: O, and a maximum and a sum for each of a thread's two rows (waiting.cuh).
     waiting = build.row_threads * (build.head_dim // 8 + 1) * 4
     work = blocks * waiting if request.splits > 1 else 0
-    return Plan(request.device, (Launch(config, kernel, numbers),), work)
+    return Plan(request.device, (Launch(config, kernel_of(build, request.device), numbers),), work)

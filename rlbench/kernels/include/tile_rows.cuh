@@ -98,11 +98,11 @@ struct TileRows {
 
   // Divides a warp's rows by their sums and writes them, each lane of a quad a whole chunk.
   template <class Element, int kDimTiles>
-  __device__ __forceinline__ void finish(const SoftmaxRows& softmax,
-                                         const float (&acc)[kDimTiles][4], unsigned short* out,
-                                         long long row_stride, long long head_stride, float* lse,
-                                         double scale, bool impossible, int warp_row,
-                                         int lane) const {
+  __device__ __forceinline__ void write(const SoftmaxRows& softmax,
+                                        const float (&acc)[kDimTiles][4], unsigned short* out,
+                                        long long row_stride, long long head_stride, float* lse,
+                                        double scale, bool impossible, int warp_row,
+                                        int lane) const {
     static_assert(kDimTiles % 4 == 0, "a quad writes four chunks");
     float inverse[2];
     end(softmax, inverse, lse, scale, impossible, warp_row, lane);
@@ -144,40 +144,6 @@ struct TileRows {
       first = got;
     } else {
       second = got;
-    }
-  }
-
-  // Divides a warp's rows by their sums and writes them, through the warp's own part of a tile in
-  // `shared`, so that they are written in whole chunks; and their lse, if it is asked for.
-  template <class Element, class Tile, int kDimTiles>
-  __device__ __forceinline__ void write(const SoftmaxRows& softmax,
-                                        const float (&acc)[kDimTiles][4], unsigned char* shared,
-                                        unsigned short* out, long long row_stride,
-                                        long long head_stride, float* lse, double scale,
-                                        bool impossible, int warp_row, int lane) const {
-    float inverse[2];
-    end(softmax, inverse, lse, scale, impossible, warp_row, lane);
-#pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const unsigned place = Tile::offset(warp_row + lane / 4 + 8 * r, n) + lane % 4 * 4;
-        *reinterpret_cast<unsigned*>(shared + place) =
-            Element::pack(__fmaf_rn(acc[n][2 * r], inverse[r], 0.0f),
-                          __fmaf_rn(acc[n][2 * r + 1], inverse[r], 0.0f));
-      }
-    }
-    __syncwarp();
-    constexpr int kRowChunks = kDimTiles;
-    const int chunk = lane % kRowChunks;
-#pragma unroll 4
-    for (int i = 0; i < kWarpRows; i += 32 / kRowChunks) {
-      const int row = warp_row + i + lane / kRowChunks;
-      if (row < count) {
-        unsigned short* target = out + offset(row, row_stride, head_stride) + chunk * 8;
-        *reinterpret_cast<uint4*>(target) =
-            *reinterpret_cast<const uint4*>(shared + Tile::offset(row, chunk));
-      }
     }
   }
 };
