@@ -168,11 +168,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     const int first_key = block * kBlockKeys;
     const bool warp_sees = warp_has_rows && first_key < warp_limit_max;
 
-    // This block's K (and Q) have landed, and every warp is done with the last block's V.
+    // This block's K (and Q) have landed, and every warp is done with the last block's V. Keys are
+    // looked up twice, so that no register has to remember them.
+    keys.find(first_key, warp, lane);
     copy_async_wait_all();
     __syncthreads();
     keys.copy(v_tile, v_head, v_strides, first_key, warp, lane);
-    if (block + 1 < blocks) keys.find(first_key + kBlockKeys, warp, lane);
 
     float scores[kKeyTiles][4] = {};
     if (warp_sees) {
@@ -191,6 +192,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     }
 
     // V has landed, and every warp is done with K.
+    if (block + 1 < blocks) keys.find(first_key + kBlockKeys, warp, lane);
     copy_async_wait_all();
     __syncthreads();
     if (block + 1 < blocks) {

@@ -31,22 +31,16 @@ struct KeyRows {
   unsigned page_size;   // (paged)
   long long first_row;  // of the sequence in the packed tensor (contiguous)
   int end;              // keys at or past it are absent
-  int pages[kSlots], rows[kSlots];  // of the keys that this lane looked up (paged)
+  int pages[kSlots];    // of the keys that this lane has looked up (paged)
 
   // Looks up the block that starts at `first_key`: lane t has the warp's rows t, t + 32, ...
   __device__ __forceinline__ void find(int first_key, int warp, int lane) {
     if constexpr (kPaged) {
 #pragma unroll
       for (int s = 0; s < kSlots; ++s) {
-        const int own = s * 32 + lane;
-        const int key = first_key + own / kRowsAtOnce * kStep + warp * kRowsAtOnce +
-                        own % kRowsAtOnce;
-        pages[s] = rows[s] = 0;
-        if (own < kGoes * kRowsAtOnce && key < end) {
-          const unsigned page = static_cast<unsigned>(key) / page_size;
-          pages[s] = table[page];
-          rows[s] = static_cast<int>(static_cast<unsigned>(key) - page * page_size);
-        }
+        const unsigned key = key_of(first_key, s, warp, lane);
+        const bool present = s * 32 + lane < kGoes * kRowsAtOnce && static_cast<int>(key) < end;
+        pages[s] = present ? table[key / page_size] : 0;
       }
     }
   }
@@ -55,6 +49,8 @@ struct KeyRows {
   __device__ __forceinline__ void copy(unsigned shared, const unsigned short* head,
                                        const Strides& strides, int first_key, int warp,
                                        int lane) const {
+    // Nothing that follows from it is kept from block to block: one build has no register left.
+    if constexpr (kPaged && kSlots > 1) asm volatile("" : "+r"(lane));
     const int chunk = lane % kRowChunks;
     const int first = warp * kRowsAtOnce + lane / kRowChunks;  // this lane's first row
     unsigned places[kPlaces];
@@ -63,14 +59,20 @@ struct KeyRows {
     long long offsets[kSlots];
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
-      offsets[s] = kPaged ? pages[s] * strides.page + rows[s] * strides.row : 0;
+      offsets[s] = 0;
+      if constexpr (kPaged) {
+        // The row in the page once more, because registers are scarcer than instructions.
+        const unsigned row = key_of(first_key, s, warp, lane) % page_size;
+        offsets[s] = pages[s] * strides.page + row * strides.row;
+      }
     }
     const unsigned short* source = head + chunk * 8;
     if constexpr (!kPaged) source += (first_row + first_key + first) * strides.row;
     const long long step = kStep * strides.row;
-    // All the way for whole blocks only: it would spill where registers are scarce.
+    // All the way for whole blocks only, and few rows: it would spill where registers are scarce.
+    constexpr int kUnroll = kPaged && kSlots > 1 ? 4 * kPlaces : kGoes;
     if (first_key + kBlockKeys <= end) {
-#pragma unroll
+#pragma unroll kUnroll
       for (int i = 0; i < kGoes; ++i) {
         copy_async(place_of(places, i), source + offset_of(offsets, i, lane));
         if constexpr (!kPaged) source += step;
@@ -87,6 +89,13 @@ struct KeyRows {
   }
 
  private:
+  // The key that a lane looks up for a slot.
+  static __device__ __forceinline__ unsigned key_of(int first_key, int slot, int warp, int lane) {
+    const int own = slot * 32 + lane;  // of the warp's rows
+    return static_cast<unsigned>(first_key + own / kRowsAtOnce * kStep + warp * kRowsAtOnce +
+                                 own % kRowsAtOnce);
+  }
+
   static __device__ __forceinline__ unsigned place_of(const unsigned (&places)[kPlaces], int i) {
     return places[i % kPlaces] + i / kPlaces * (kPlaces * kStep * Tile::kRowBytes);
   }
