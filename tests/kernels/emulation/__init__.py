@@ -1,0 +1,1 @@
+"""The kernels' own sources on the CPU, without a GPU: see builds.py."""

@@ -1,0 +1,100 @@
+// What the stand-ins for CUDA's built-ins and for the kernels' headers ask of the emulator
+// (emulator.cpp): a thread block or a cluster of them as fibers of one thread of the CPU.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace emulator {
+
+struct Index {
+  unsigned x, y, z;
+};
+
+// A thread of the kernel.
+struct Thread {
+  Index thread, block;
+  unsigned rank;          // of its block in the cluster
+  unsigned char* shared;  // its block's dynamic shared memory
+  size_t shared_size;     // in bytes
+};
+extern Thread* running;
+extern Index grid;
+
+// Shared memory has addresses from here on: 0 is not one of them, as on a GPU.
+constexpr unsigned kSharedBegin = 1024;
+
+// Ends the process and says why. What a kernel must not do is found here.
+[[noreturn]] void fault(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+// Where so many bytes of shared memory are, of this thread's block or of one of its cluster.
+inline unsigned char* shared_bytes(unsigned address, size_t bytes) {
+  const unsigned offset = address - kSharedBegin;  // a very large one if it is before that
+  if (offset + bytes > running->shared_size) {
+    fault("shared memory has no %zu bytes at %u", bytes, address);
+  }
+  return running->shared + offset;
+}
+unsigned char* shared_bytes_of(unsigned rank, unsigned address, size_t bytes);
+
+// Of global memory: all of them must be in one tensor.
+void check_global(const void* pointer, size_t bytes);
+
+// Lets the other threads run.
+void yield();
+
+// What each lane of the warp gives, seen by all 32: valid until the warp's next exchange but one.
+struct Words {
+  unsigned of[6];
+};
+const Words* exchange(const char* what, const Words& mine);
+
+void sync_threads();
+void cluster_arrive();
+void cluster_wait();
+void named_arrive(int id, unsigned threads);
+void named_sync(int id, unsigned threads);
+
+void barrier_init(unsigned barrier, unsigned arrivals);
+void barrier_arrive(unsigned barrier);
+void barrier_wait(unsigned barrier, unsigned parity);
+
+// Asynchronous copies of 16 bytes, zeros if absent. Lazy ones happen no sooner than somebody has
+// waited for them.
+void start_copy(unsigned shared, const void* global, bool present);
+void commit_copies();
+void wait_copies(size_t pending_groups);
+void arrive_after_copies(unsigned barrier);
+
+// Asynchronous products, lazy in the same way: run(product) does the lane's part.
+struct Product {
+  void (*run)(const Product&);
+  float* acc;
+  uint64_t a, b;  // descriptors
+  float rows[2][16];  // of A, instead of its descriptor
+  bool accumulate;
+};
+void start_product(const Product& product);
+void commit_products();
+void wait_products(size_t pending_groups);
+
+// Every 64-bit word is an argument of the kernel that the program was built for (call.h).
+void call_kernel(const uint64_t* words, size_t count);
+
+struct Launch {
+  unsigned blocks, threads, ranks;  // ranks: blocks of a cluster
+  size_t shared;                    // bytes
+  bool lazy;
+  unsigned seed;  // of the order in which threads run; 0: ascending
+};
+
+// Memory that ends, but for its alignment to 16 bytes, where nothing may be touched.
+unsigned char* guarded(size_t bytes);
+
+// Runs all blocks, one cluster at a time.
+void launch(const Launch& launch, const uint64_t* words, size_t count);
+
+// Names memory that check_global() accepts.
+void allow(const void* begin, size_t bytes);
+
+}  // namespace emulator

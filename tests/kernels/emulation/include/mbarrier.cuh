@@ -1,0 +1,33 @@
+// Stands in for the kernels' header of this name.
+#pragma once
+
+#include "emulator.h"
+
+namespace rlbench {
+
+inline void mbarrier_init(unsigned barrier, unsigned arrivals) {
+  emulator::barrier_init(barrier, arrivals);
+}
+inline void mbarrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier); }
+inline void mbarrier_arrive_after_copies(unsigned barrier) {
+  emulator::arrive_after_copies(barrier);
+}
+inline void mbarrier_wait(unsigned barrier, unsigned parity) {
+  emulator::barrier_wait(barrier, parity);
+}
+
+inline void named_barrier(int id, int threads) {
+  emulator::named_sync(id, static_cast<unsigned>(threads));
+}
+inline void named_barrier_arrive(int id, int threads) {
+  emulator::named_arrive(id, static_cast<unsigned>(threads));
+}
+
+inline void fence_for_wgmma() {}
+
+template <int kRegisters>
+void take_registers() {}
+template <int kRegisters>
+void give_registers() {}
+
+}  // namespace rlbench

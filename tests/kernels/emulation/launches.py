@@ -1,0 +1,90 @@
+"""The plans that the Python side makes of a problem, and running them.
+
+Plans are made by the real code, with builds where it has loaded kernels, and a GPU of which nothing
+is known but its number of SMs.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from emulation.builds import EAGER, Edit, Schedule, Shape, launch, program, raw_bytes
+from emulation.problems import NAN, Problem, Result, bits, gapped
+from rlbench.kernels.attention import combine, decode, generic, prefill, stream, tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rlbench.kernels.attention.launch import Plan
+
+
+def generic_plan(problem: Problem) -> Plan:
+    build = generic.Variant(*problem.request.build)
+    return tiles.plan(problem.request, build, build)
+
+
+def prefill_plan(problem: Problem, most_blocks: int = tiles.MAX_GRID) -> Plan:
+    build = prefill.Variant(*problem.request.build)
+    return tiles.plan(problem.request, build, build, most_blocks)
+
+
+def prefill_plan_on(problem: Problem, sms: int) -> Plan:
+    """What a GPU of so many SMs gets."""
+    build = prefill.Variant(*problem.request.build)
+    with _gpu(prefill, problem, (build, build), sms):
+        return prefill.plan(problem.request)
+
+
+def decode_plan(problem: Problem) -> Plan:
+    build = decode.Variant(*problem.request.build)
+    merge = combine.Combine(*problem.request.build)
+    with _gpu(decode, problem, (build, build, merge), sms=1):
+        return decode.plan(problem.request)
+
+
+def stream_plan(problem: Problem, *, whole: bool) -> Plan:
+    """whole: a thread block takes all splits of a sequence, as on a GPU of few SMs."""
+    build = stream.Variant(*problem.request.build)
+    merge = combine.Combine(*problem.request.build)
+    with _gpu(stream, problem, (build, build, merge), sms=0 if whole else 10**6):
+        return stream.plan(problem.request)
+
+
+@contextmanager
+def _gpu(module: Any, problem: Problem, loaded: tuple[Any, ...], sms: int) -> Iterator[None]:
+    machine = SimpleNamespace(properties=SimpleNamespace(multiprocessor_count=sms))
+    with (
+        mock.patch.dict(module._loaded, {(problem.request.build, 0): loaded}),
+        mock.patch("cuda.core.Device", return_value=machine),
+    ):
+        yield
+
+
+def run(
+    problem: Problem, plan: Plan, schedule: Schedule = EAGER, edit: Edit | None = None
+) -> Result:
+    """Run the plan's launches, into memory full of NaN.
+
+    edit: of the first launch's source.
+    """
+    request = problem.request
+    out = gapped(request.out.shape, request.out.dtype, request.out.stride(1) - request.out.shape[2])
+    lse = torch.full(request.q.shape[:2], NAN)
+    work = torch.full((plan.work,), NAN) if plan.work else None
+    tensors = (
+        *(request.q, request.k, request.v, out, lse, work),
+        *(problem.cu_seqlens_q, problem.lengths_k, request.block_table),
+    )
+    for number, (config, build, numbers) in enumerate(plan.launches):
+        ranks = getattr(build, "ranks", 1)
+        shape = Shape(config.grid[0], config.block[0], ranks, config.shmem_size)
+        executable = program(build, edit if number == 0 else None)
+        launch(executable, shape, tensors, (out, lse, work), numbers, schedule)
+    gaps = raw_bytes(out).view(out.dtype).view(*out.shape[:2], -1)[..., out.shape[2] :]
+    assert (bits(gaps) == bits(torch.full_like(gaps, NAN))).all(), "it wrote between its rows"
+    return Result(out, lse)

@@ -1,0 +1,134 @@
+"""The kernel of prefills on the CPU: the generic kernel's bits, however it is scheduled."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.core", reason="needs cuda-core to plan: pip install 'rlbench[kernels]'")
+
+from emulation.builds import EAGER, Edit, Schedule, skip_where_it_cannot_run
+from emulation.launches import generic_plan, prefill_plan, prefill_plan_on, run
+from emulation.problems import (
+    Case,
+    Result,
+    assert_close,
+    assert_same_bits,
+    problem_of,
+    reference,
+)
+
+from rlbench.kernels.attention.request import BLOCK_KEYS, split_keys
+
+skip_where_it_cannot_run()
+
+
+def case(
+    head_dim: int,
+    dtype: torch.dtype,
+    page_size: int | None,
+    heads: int,
+    kv_heads: int,
+    *,
+    causal: bool,
+) -> Case:
+    """Whole prefills and chunks: no keys, fewer keys than queries, edges of blocks, three splits."""
+    block, split = BLOCK_KEYS[head_dim], split_keys(head_dim)
+    lengths = (
+        *((1, 1), (3, 0), (40, 10), (7, 2 * block), (30, 2 * block + 1)),
+        *((2, split + 1), (3, 2 * split + block)),
+    )
+    return Case(head_dim, dtype, page_size, heads, kv_heads, lengths, causal)
+
+
+CASES = [
+    case(64, torch.float16, None, 10, 1, causal=True),
+    case(64, torch.bfloat16, 16, 5, 1, causal=False),
+    case(128, torch.bfloat16, None, 4, 2, causal=True),
+    case(128, torch.float16, 7, 10, 1, causal=False),
+    case(256, torch.bfloat16, None, 5, 1, causal=False),
+    case(256, torch.bfloat16, 16, 8, 1, causal=True),
+]
+SMALL = CASES[1]._replace(lengths=((30, 300), (30, 200), (30, 30)), causal=True)
+SHUFFLED = Schedule(seed=3)
+LAZY = Schedule(lazy=True)
+LAZY_SHUFFLED = Schedule(lazy=True, seed=7)
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@functools.cache
+def generic_result(case: Case) -> Result:
+    problem = problem_of(case)
+    return run(problem, generic_plan(problem))
+
+
+@each_case
+def test_generic_kernel_is_near_fp64(case: Case) -> None:
+    assert_close(generic_result(case), reference(problem_of(case)))
+
+
+@each_case
+@pytest.mark.parametrize(("blocks", "schedule"), [(1, LAZY_SHUFFLED), (3, SHUFFLED)], ids=str)
+def test_prefill_kernel_has_the_generic_kernels_bits(
+    case: Case, blocks: int, schedule: Schedule
+) -> None:
+    problem = problem_of(case)
+    result = run(problem, prefill_plan(problem, blocks), schedule)
+    assert_same_bits(result, generic_result(case))
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_a_thread_block_for_each_tile_has_these_bits_too(case: Case) -> None:
+    problem = problem_of(case)
+    assert_same_bits(run(problem, prefill_plan(problem), LAZY), generic_result(case))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("schedule", [EAGER, LAZY, LAZY_SHUFFLED], ids=str)
+def test_even_sequences_have_these_bits_too(causal: bool, schedule: Schedule) -> None:
+    problem = problem_of(SMALL._replace(causal=causal))
+    plan = prefill_plan_on(problem, sms=2)
+    assert plan.launches[0].config.grid[0] == 2  # of the 6 tiles
+    assert_same_bits(run(problem, plan, schedule), generic_result(problem.case))
+
+
+def test_more_keys_than_promised_are_nan() -> None:
+    split = split_keys(64)
+    problem = problem_of(SMALL._replace(lengths=((2, split), (2, split + 1), (2, 40))))
+    promised = problem.promised(splits=1)
+    whole = generic_result(problem.case)
+    # The generic kernel then ends before its last copies have landed, which lazy ones never would.
+    for plan, schedule in ((generic_plan(promised), EAGER), (prefill_plan(promised), LAZY)):
+        result = run(promised, plan, schedule)
+        assert result.out[3].isnan().all()  # the row before it may be, too
+        assert result.lse[3].isnan().all()
+        for rows in (slice(2), slice(4, None)):
+            assert_same_bits(Result(*(t[rows] for t in result)), Result(*(t[rows] for t in whole)))
+
+
+# What is below would not be noticed by an emulator that notices nothing.
+
+
+@pytest.mark.parametrize(
+    ("wait", "schedule"),
+    [
+        ("mbarrier_wait(empty_q, earlier_tiles % 2 ^ 1);", EAGER),  # Q comes too early
+        ("mbarrier_wait(barrier(kFullV, turn.stage), turn.parity);", LAZY),  # V comes too late
+        ("wgmma_wait<1>();", LAZY),
+    ],
+)
+def test_a_missing_wait_is_noticed(wait: str, schedule: Schedule) -> None:
+    problem = problem_of(SMALL)
+    edit = Edit("attention_prefill_sm90.cu", wait, "")
+    want = generic_result(SMALL)
+    with pytest.raises(AssertionError, match=r"that differ|deadlock:"):
+        assert_same_bits(run(problem, prefill_plan(problem, 1), schedule, edit), want)
+
+
+def test_a_stage_that_is_not_released_is_a_deadlock() -> None:
+    edit = Edit("attention_prefill_sm90.cu", "if (blocks == 1) release(empty_q);", "")
+    problem = problem_of(SMALL._replace(lengths=((2, 5), (2, 5))))
+    with pytest.raises(AssertionError, match=r"deadlock:\n  block 0, threads 0 to 127: .*mbarrier"):
+        run(problem, prefill_plan(problem, 1), EAGER, edit)
