@@ -233,6 +233,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     }
   }
 
+  copy_async_wait_all();  // a row that has no result leaves the loop with copies on their way
   if (!warp_has_rows) return;
   // Without room to wait in, a row with more keys than a split has no result, and says so.
   const bool impossible = work == nullptr && blocks > kSplitBlocks;

@@ -70,7 +70,7 @@ struct KeyRows {
     if constexpr (!kPaged) source += (first_row + first_key + first) * strides.row;
     const long long step = kStep * strides.row;
     // All the way for whole blocks only, and few rows: it would spill where registers are scarce.
-    constexpr int kUnroll = kPaged && kSlots > 1 ? 4 * kPlaces : kGoes;
+    constexpr int kUnroll = kPaged && kSlots > 1 ? kPlaces : kGoes;
     if (first_key + kBlockKeys <= end) {
 #pragma unroll kUnroll
       for (int i = 0; i < kGoes; ++i) {

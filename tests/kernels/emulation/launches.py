@@ -6,9 +6,8 @@ is known but its number of SMs.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
@@ -24,44 +23,39 @@ if TYPE_CHECKING:
 
 
 def generic_plan(problem: Problem) -> Plan:
-    build = generic.Variant(*problem.request.build)
-    return tiles.plan(problem.request, build, build)
+    with _gpu():
+        return tiles.plan(problem.request, generic.Variant(*problem.request.build))
 
 
 def prefill_plan(problem: Problem, most_blocks: int = tiles.MAX_GRID) -> Plan:
-    build = prefill.Variant(*problem.request.build)
-    return tiles.plan(problem.request, build, build, most_blocks)
+    with _gpu():
+        return tiles.plan(problem.request, prefill.Variant(*problem.request.build), most_blocks)
 
 
 def prefill_plan_on(problem: Problem, sms: int) -> Plan:
     """What a GPU of so many SMs gets."""
-    build = prefill.Variant(*problem.request.build)
-    with _gpu(prefill, problem, (build, build), sms):
+    with _gpu(sms):
         return prefill.plan(problem.request)
 
 
 def decode_plan(problem: Problem) -> Plan:
-    build = decode.Variant(*problem.request.build)
-    merge = combine.Combine(*problem.request.build)
-    with _gpu(decode, problem, (build, build, merge), sms=1):
+    with _gpu():
         return decode.plan(problem.request)
 
 
 def stream_plan(problem: Problem, *, whole: bool) -> Plan:
     """whole: a thread block takes all splits of a sequence, as on a GPU of few SMs."""
-    build = stream.Variant(*problem.request.build)
-    merge = combine.Combine(*problem.request.build)
-    with _gpu(stream, problem, (build, build, merge), sms=0 if whole else 10**6):
+    with _gpu(sms=0 if whole else 10**6):
         return stream.plan(problem.request)
 
 
 @contextmanager
-def _gpu(module: Any, problem: Problem, loaded: tuple[Any, ...], sms: int) -> Iterator[None]:
-    machine = SimpleNamespace(properties=SimpleNamespace(multiprocessor_count=sms))
-    with (
-        mock.patch.dict(module._loaded, {(problem.request.build, 0): loaded}),
-        mock.patch("cuda.core.Device", return_value=machine),
-    ):
+def _gpu(sms: int = 1) -> Iterator[None]:
+    with ExitStack() as patches:
+        for module in (tiles, combine, decode, stream):
+            patches.enter_context(mock.patch.object(module, "kernel_of", lambda build, _: build))
+        for module in (prefill, decode, stream):
+            patches.enter_context(mock.patch.object(module, "sms", return_value=sms))
         yield
 
 
