@@ -16,7 +16,8 @@
 //
 //   1. S[j] = sum over d of Q[d] K[j][d] in fp32, as a chain of k16 tensor core steps, d ascending,
 //      starting from +0. Keys at or past limit get S[j] = -inf.
-//   2. b = max over j of S[j];   m' = b if fl(fl(b - m) c) > 8, else m;   m* = m' if m' > -inf else 0
+//   2. b = max over j of S[j];   m' = b if fl(fl(b - m) c) > 8, else m
+//      m* = m' if m' > -inf, else 0
 //   3. a = ex2(fl((fl(m - m*)) c));   P[j] = ex2(fma(S[j], c, -fl(m* c))), with ex2.approx.ftz
 //   4. For each quad lane q in 0..3, which owns the keys 8 t + 2 q and 8 t + 2 q + 1 of the block:
 //      l[q] = fl(l[q] a), then for t ascending
@@ -238,6 +239,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   // Without room to wait in, a row with more keys than a split has no result, and says so.
   const bool impossible = work == nullptr && blocks > kSplitBlocks;
 
-  rows.write<Element>(softmax, acc, out, out_row_stride, out_head_stride, lse, scale_arg, impossible,
-                      warp_row, lane);
+  rows.write<Element>(softmax, acc, out, out_row_stride, out_head_stride, lse, scale_arg,
+                      impossible, warp_row, lane);
 }

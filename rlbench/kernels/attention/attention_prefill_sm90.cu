@@ -10,8 +10,8 @@
 // A thread block takes tiles of 128 rows, (position, head in group) pairs, 64 for each consumer
 // warpgroup: every gridDim.x-th of all tiles, the longest first. The producer runs ahead, into the
 // next tile, too. It copies Q, and K and V into two stages each, with cp.async, which serves packed
-// and paged keys alike and writes zeros for absent ones. A consumer starts the next block's scores, then the
-// last block's P V, and does its softmax while the latter runs:
+// and paged keys alike and writes zeros for absent ones. A consumer starts the next block's scores,
+// then the last block's P V, and does its softmax while the latter runs:
 //
 //     S(0); softmax(0);  for j = 1 ..: { start S(j); start O += P(j-1) V(j-1); wait S(j);
 //     softmax(j); wait O; rescale O; P(j) }  O += P(last) V(last)
@@ -74,9 +74,7 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
 
 // Whether the consumers start their products in turns, so that one's softmax runs under the other's
 // products instead of both waiting for a tensor core that they share.
-#ifndef TURNS
-#define TURNS (HEAD_DIM <= 128)
-#endif
+constexpr bool kTurns = kHeadDim <= 128;
 
 struct KeyTile {
   static constexpr int kRowBytes = 128;
@@ -306,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
       mbarrier_wait(barrier(kFullV, before.stage), before.parity);
       fence_for_wgmma();
-      if (TURNS && (consumer == 1 || in_turn)) named_barrier(1 + consumer, kConsumerThreads);
+      if (kTurns && (consumer == 1 || in_turn)) named_barrier(1 + consumer, kConsumerThreads);
       in_turn = true;
       keep_order(scores);
       keep_order(acc);
@@ -316,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       wgmma_commit();
       start_values(acc, weights, base + kVTiles + before.stage * kStageBytes, !fresh);
       wgmma_commit();
-      if (TURNS) named_barrier_arrive(2 - consumer, kConsumerThreads);
+      if (kTurns) named_barrier_arrive(2 - consumer, kConsumerThreads);
       fresh = false;
       wgmma_wait<1>();
       keep_order(scores);
@@ -365,5 +363,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                blocks != seen, warp_row, lane);
   }
   // The other one's last giving way is met, so that none is left over.
-  if (TURNS && consumer == 0 && in_turn) named_barrier(1, kConsumerThreads);
+  if (kTurns && consumer == 0 && in_turn) named_barrier(1, kConsumerThreads);
 }

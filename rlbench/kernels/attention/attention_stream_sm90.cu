@@ -1,5 +1,6 @@
-// Attention for one query a sequence, from sm_90: a thread block streams the keys of one sequence and KV head,
-// or of one split of them, with the bits of attention_generic.cu, whose head defines the result.
+// Attention for one query a sequence, from sm_90: a thread block streams the keys of one sequence
+// and KV head, or of one split of them, with the bits of attention_generic.cu, whose head defines
+// the result.
 //
 // Keys are the rows of the tensor core's tile and the heads of a KV group its 8 columns, which is S
 // transposed: the same products in the same order. Within a block of keys the warps share what no
