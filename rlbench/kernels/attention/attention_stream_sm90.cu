@@ -6,7 +6,8 @@
 // transposed: the same products in the same order. Within a block of keys the warps share what no
 // sum needs whole: first the keys, 16 a warp, for the scores; then the columns of the output, 16 or
 // 32 a warp, for P V. In between, the largest scores and the rounded weights go through shared
-// memory. Copies run kStages - 1 blocks ahead.
+// memory. Copies run ahead: a tile of K or V is asked for as soon as the one kStages blocks before it
+// has been used up.
 //
 // With `work`, a thread block has one split, whose part attention_combine.cu merges with the others;
 // without, it has the whole sequence and merges at the end of each split in its registers.
@@ -135,22 +136,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
   keys.page_size = static_cast<unsigned>(page_size_arg);
   keys.first_row = k_begin;
   keys.end = k_length;
-  const auto stage_of = [&](int block) {
-    return static_cast<unsigned>((block - first_block) % kStages) * 2 * kTileBytes;
+  const auto tile_of = [&](int block, int which) {  // 0 for K, 1 for V
+    const int stage = (block - first_block) % kStages;
+    return base + static_cast<unsigned>(stage * 2 + which) * kTileBytes;
   };
-  // Starts copying a block, which has been looked up, and looks up the next one.
-  const auto copy_block = [&](int block) {
+  // Start copying a block's K or V, a group each; the block is the one that was looked up last.
+  const auto copy_k = [&](int block) {
     if (block < end_block) {
-      const unsigned stage = base + stage_of(block);
-      keys.copy(stage, k_head, k_strides, block * kBlockKeys, warp, lane);
-      keys.copy(stage + kTileBytes, v_head, v_strides, block * kBlockKeys, warp, lane);
-      keys.find((block + 1) * kBlockKeys, warp, lane);
+      keys.copy(tile_of(block, 0), k_head, k_strides, block * kBlockKeys, warp, lane);
     }
     copy_async_commit();
   };
-  keys.find(first_block * kBlockKeys, warp, lane);
+  const auto copy_v = [&](int block) {
+    if (block < end_block) {
+      keys.copy(tile_of(block, 1), v_head, v_strides, block * kBlockKeys, warp, lane);
+    }
+    copy_async_commit();
+  };
 #pragma unroll
-  for (int ahead = 0; ahead < kStages - 1; ++ahead) copy_block(first_block + ahead);
+  for (int ahead = 0; ahead < kStages; ++ahead) {
+    keys.find((first_block + ahead) * kBlockKeys, warp, lane);
+    copy_k(first_block + ahead);
+    copy_v(first_block + ahead);
+  }
 
   unsigned q_fragments[kHeadDim / 16][2];
   const unsigned short* q_head =
@@ -174,12 +182,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
   const bool has_keys = warp < kKeyTiles;
 
   for (int block = first_block; block < end_block; ++block) {
-    // This block has landed, and every warp is done with the last one.
-    copy_async_wait<kStages - 2>();
+    // K has landed (after it came V and the K and V of kStages - 1 blocks, but for the last V), and
+    // every warp is done with the last block's V.
+    copy_async_wait<2 * kStages - 2>();
     __syncthreads();
-    copy_block(block + kStages - 1);
-    const unsigned k_tile = base + stage_of(block);
-    const unsigned v_tile = k_tile + kTileBytes;
+    if (block > first_block) copy_v(block + kStages - 1);
+    keys.find((block + kStages) * kBlockKeys, warp, lane);
+    const unsigned k_tile = tile_of(block, 0);
+    const unsigned v_tile = tile_of(block, 1);
 
     // Scores of this warp's 16 keys: [keys g, g + 8][heads 2c, 2c + 1].
     float scores[4] = {};
@@ -206,7 +216,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
         if (g == 0) shared_float(memory, kTileMax, warp * kHeads + 2 * c + h) = largest;
       }
     }
-    __syncthreads();
+    __syncthreads();  // every warp is done with K
+    copy_k(block + kStages);
 
     // What the block's weights are relative to; all warps find the same.
     HeadPair rescale, scaled;
@@ -243,6 +254,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
       shared_float(memory, kPairSums, index) = g % 2 == 0 ? pair[0][0] : pair[0][1];
       shared_float(memory, kPairSums, index + 4 * kHeads) = g % 2 == 0 ? pair[1][0] : pair[1][1];
     }
+    copy_async_wait<2 * kStages - 1>();  // V has landed
     __syncthreads();
 
     if (warp == kSummingWarp) {

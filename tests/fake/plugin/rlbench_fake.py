@@ -18,15 +18,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlbench.engines._engine import PROCESS_NUMBER, Claim, Engine
 from rlbench.results.vocabulary import Property
 
 if TYPE_CHECKING:
     from rlbench.ops._op import Kernel, Outputs, Run
-    from rlbench.ops.attention.calls import PackedBackward, PackedPrefill
+    from rlbench.ops.attention.calls import PackedBackward, PackedPrefill, PagedPrefill
 
 CALM = "RLBENCH_FAKE_CALM"
 """Environment variable: set, the engine behaves whatever its options are."""
@@ -54,7 +55,7 @@ def load_attention(options: Mapping[str, str], device: str) -> Kernel:
     def prefill(call: PackedPrefill) -> Run:
         if len(call.q_lens) > 1 and not calm:
             misbehave(options)
-        run = eager.bind_prefill(call)
+        run = each_alone(call, eager.bind_prefill)
         return lambda: bend(options, call, run())
 
     def backward(call: PackedBackward) -> Run:
@@ -62,15 +63,55 @@ def load_attention(options: Mapping[str, str], device: str) -> Kernel:
             os._exit(5)
         if twin == "hang":
             hang()
-        return eager.bind_backward(call)
+        return each_alone(call, eager.bind_backward)
 
-    entries = {**eager.ENTRIES, "prefill": prefill, "backward": backward}
+    def paged(call: PagedPrefill) -> Run:
+        return each_alone(call, eager.bind_paged)
+
+    entries: dict[str, Callable[[Any], Run]]
+    entries = {"paged-prefill": paged, "decode": paged, "prefill": prefill, "backward": backward}
     lacks = ("prefill", "paged-prefill") if "unsupported" in options else ()
     offered = {name: entry for name, entry in entries.items() if name not in lacks}
     unsupported = dict.fromkeys(lacks, "has no ragged prefill")
     # `resolved` is meant to hold strings, but an engine may not know.
     resolved: dict[str, str] = {"splits": 1} if "number" in options else {"splits": "1"}  # type: ignore[dict-item]
     return Kernel(offered, unsupported=unsupported, resolved=resolved)
+
+
+def each_alone(call: Any, bind: Callable[[Any], Run]) -> Run:
+    """The call, one sequence at a time in tensors of its own.
+
+    A CPU's matrix product may have other bits in a larger batch or at another address, and this
+    engine is meant to be right on every CPU.
+    """
+    import torch
+
+    runs = []
+    q_start = k_start = 0
+    for i, (q_len, k_len) in enumerate(zip(call.q_lens, call.k_lens, strict=True)):
+        queries, keys = slice(q_start, q_start + q_len), slice(k_start, k_start + k_len)
+        q_start, k_start = queries.stop, keys.stop
+        own: dict[str, Any] = {"q_lens": (q_len,), "k_lens": (k_len,)}
+        own["cu_seqlens_q"] = torch.tensor([0, q_len], dtype=torch.int32)
+        if hasattr(call, "block_table"):
+            own.update({n: getattr(call, n)[i : i + 1] for n in ("block_table", "seqused_k")})
+        else:
+            own["cu_seqlens_k"] = torch.tensor([0, k_len], dtype=torch.int32)
+            own.update({n: getattr(call, n)[keys].clone() for n in ("k", "v")})
+        rows = ("q", "dout") if hasattr(call, "dout") else ("q",)
+        own.update({n: getattr(call, n)[queries].clone() for n in rows})
+        runs.append(bind(replace(call, **own)))
+    padding = call.q.shape[0] - q_start
+
+    def run() -> Outputs:
+        pieces = [run() for run in runs]
+        outputs = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+        if padding and "out" in outputs:
+            rest = outputs["out"].new_zeros(padding, *outputs["out"].shape[1:])
+            outputs["out"] = torch.cat([outputs["out"], rest])
+        return outputs
+
+    return run
 
 
 def bend(options: Mapping[str, str], call: PackedPrefill, outputs: Outputs) -> Outputs:
