@@ -5,13 +5,9 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from rlbench.results.schema import Case, Report, Result
 from rlbench.results.vocabulary import ANSWERED, BROKEN, Property, Status
-
-if TYPE_CHECKING:
-    pass
 
 INVARIANCE = ("batch", "chunked-prefill", "decode", "backward")
 FIRST, LAST = ("rlbench",), ("control",)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 pytest.importorskip("cuda.core", reason="needs cuda-core and NVRTC: pip install 'rlbench[kernels]'")
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
-NEEDS = {
+NEEDS: dict[type[Build], tuple[str, ...]] = {
     decode.Variant: ("sm_90a", "sm_100a"),
-    combine.Combine: ("sm_90a", "sm_100a"),
+    combine.Variant: ("sm_90a", "sm_100a"),
     stream.Variant: ("sm_90a", "sm_100a"),
     prefill.Variant: ("sm_90a",),
 }

@@ -10,8 +10,16 @@ import torch
 
 pytest.importorskip("cuda.core", reason="needs cuda-core to plan: pip install 'rlbench[kernels]'")
 
-from emulation.builds import EAGER, Edit, Schedule, skip_where_it_cannot_run
-from emulation.launches import decode_plan, generic_plan, run, stream_plan
+from emulation.builds import (
+    EAGER,
+    LAZY,
+    LAZY_SHUFFLED,
+    SHUFFLED,
+    Edit,
+    Schedule,
+    skip_where_it_cannot_run,
+)
+from emulation.launches import decode_plan, generic_result, run, stream_plan
 from emulation.problems import (
     Case,
     Problem,
@@ -46,9 +54,6 @@ CASES = [
     case(256, torch.bfloat16, 16, 8, 1),
 ]
 SMALL = CASES[1]._replace(lengths=((1, 300), (1, 1000)))
-SHUFFLED = Schedule(seed=3)
-LAZY = Schedule(lazy=True)
-LAZY_SHUFFLED = Schedule(lazy=True, seed=7)
 PLANS: dict[str, Callable[[Problem], Plan]] = {
     "stream-splits": functools.partial(stream_plan, whole=False),
     "stream-whole": functools.partial(stream_plan, whole=True),
@@ -56,12 +61,6 @@ PLANS: dict[str, Callable[[Problem], Plan]] = {
 }
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 each_plan = pytest.mark.parametrize("plan", PLANS)
-
-
-@functools.cache
-def generic_result(case: Case) -> Result:
-    problem = problem_of(case)
-    return run(problem, generic_plan(problem))
 
 
 @each_case

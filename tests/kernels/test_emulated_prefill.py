@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
 pytest.importorskip("cuda.core", reason="needs cuda-core to plan: pip install 'rlbench[kernels]'")
 
-from emulation.builds import EAGER, Edit, Schedule, skip_where_it_cannot_run
-from emulation.launches import generic_plan, prefill_plan, prefill_plan_on, run
+from emulation.builds import (
+    EAGER,
+    LAZY,
+    LAZY_SHUFFLED,
+    SHUFFLED,
+    Edit,
+    Schedule,
+    skip_where_it_cannot_run,
+)
+from emulation.launches import generic_plan, generic_result, prefill_plan, prefill_plan_on, run
 from emulation.problems import (
     Case,
     Result,
@@ -52,16 +58,7 @@ CASES = [
     case(256, torch.bfloat16, 16, 8, 1, causal=True),
 ]
 SMALL = CASES[1]._replace(lengths=((30, 300), (30, 200), (30, 30)), causal=True)
-SHUFFLED = Schedule(seed=3)
-LAZY = Schedule(lazy=True)
-LAZY_SHUFFLED = Schedule(lazy=True, seed=7)
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
-
-
-@functools.cache
-def generic_result(case: Case) -> Result:
-    problem = problem_of(case)
-    return run(problem, generic_plan(problem))
 
 
 @each_case

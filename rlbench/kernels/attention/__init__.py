@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from rlbench.kernels.attention import decode, generic, prefill, stream
+from rlbench.kernels.attention import combine, decode, generic, prefill, stream
 from rlbench.kernels.attention.generic import Variant
 from rlbench.kernels.attention.operator import entry
 from rlbench.kernels.attention.request import HEAD_DIMS, split_keys
@@ -30,6 +30,7 @@ def builds() -> Iterator[Build]:
     yield from generic.variants()
     yield from decode.variants()
     yield from stream.variants()
+    yield from combine.variants()
     yield from prefill.variants()
 
 

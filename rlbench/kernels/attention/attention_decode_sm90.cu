@@ -24,6 +24,7 @@
 
 #include "cluster.cuh"
 #include "copy.cuh"
+#include "decode_task.cuh"
 #include "definition.cuh"
 #include "keys.cuh"
 #include "mma.cuh"
@@ -44,7 +45,6 @@ constexpr int kSplitKeys = kSplitBlocks * kBlockKeys;
 constexpr bool kPaged = PAGED != 0;
 using Element = ELEMENT;
 
-constexpr int kHeads = 8;                        // query heads of a tile: the n of m16n8k16
 constexpr int kRanks = kHeadDim == 64 ? 4 : 8;   // thread blocks of a cluster
 constexpr int kColumns = kHeadDim / kRanks;      // of the output, for one rank
 constexpr int kValueWarps = kColumns / 16;
@@ -103,10 +103,6 @@ struct Keys {
   }
 };
 
-__device__ __forceinline__ float& shared_float(unsigned char* memory, int begin, int index) {
-  return reinterpret_cast<float*>(memory + begin)[index];
-}
-
 // work: [sequences, splits, heads, kHeadDim] and then [sequences, splits, heads, 5]; `out` is not
 // written if it is there.
 extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThreads, 2)
@@ -122,43 +118,29 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   const int g = lane / 4;  // fragment coordinates, as in mma.cuh
   const int c = lane % 4;
 
-  // Which split of which sequence for which heads. Later splits are absent more often: they start
-  // last.
-  const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
-  const unsigned group = static_cast<unsigned>(group_arg);
-  const unsigned head_tiles = (group + kHeads - 1) / kHeads;
-  unsigned place = blockIdx.x / kRanks;
-  const unsigned head_tile = place % head_tiles;
-  place /= head_tiles;
-  const unsigned kv_head = place % kv_heads;
-  place /= kv_heads;
-  const unsigned sequence = place % static_cast<unsigned>(sequences_arg);
-  const unsigned split = place / static_cast<unsigned>(sequences_arg);
-
-  const int q_row = cu_seqlens_q[sequence];
-  if (cu_seqlens_q[sequence + 1] == q_row) return;
-  const int k_begin = kPaged ? 0 : lengths_k[sequence];
-  const int k_length = kPaged ? lengths_k[sequence] : lengths_k[sequence + 1] - k_begin;
-  const int split_begin = static_cast<int>(split) * kSplitKeys;
-  if (split > 0 && split_begin >= k_length) return;
-  const int count = k_length - split_begin < kSplitKeys ? k_length - split_begin : kSplitKeys;
+  const DecodeTask<kPaged> task(blockIdx.x / kRanks, static_cast<unsigned>(sequences_arg),
+                                static_cast<unsigned>(kv_heads_arg),
+                                static_cast<unsigned>(group_arg), cu_seqlens_q, lengths_k);
+  if (!task.has_query) return;
+  const int split_begin = static_cast<int>(task.split) * kSplitKeys;
+  if (task.split > 0 && split_begin >= task.k_length) return;
+  const int left = task.k_length - split_begin;
+  const int count = left < kSplitKeys ? left : kSplitKeys;
   const int blocks = (count + kBlockKeys - 1) / kBlockKeys;
 
   cluster_arrive();
-  const unsigned first_head = kv_head * group + head_tile * kHeads;
-  const unsigned heads = group - head_tile * kHeads < kHeads ? group - head_tile * kHeads : kHeads;
   const float scale_log2 = static_cast<float>(scale_log2_arg);
   Keys keys;
-  keys.table = kPaged ? block_table + sequence * table_stride : nullptr;
+  keys.table = kPaged ? block_table + task.sequence * table_stride : nullptr;
   keys.page_size = static_cast<unsigned>(page_size_arg);
-  keys.first_row = k_begin;
+  keys.first_row = task.k_begin;
 
   // --- 4, begun: a value warp's first blocks of V ----------------------------------------------
   const bool is_value_warp = warp < kValueWarps;
   const Strides v_strides = {v_page_stride, v_row_stride, v_head_stride};
   const int first_column = rank * kColumns + warp * 16;
   const unsigned short* v_columns =
-      v + kv_head * v_strides.head + first_column + lane % 2 * 8;
+      v + task.kv_head * v_strides.head + first_column + lane % 2 * 8;
   const unsigned v_ring = base + kValueRing + warp * kValueBlocks * kValueBytes;
   int pages[kKeySlots];  // of the next block to be copied; lane t has the keys t, t + 32, ...
   const auto find_values = [&](int block) {
@@ -203,21 +185,10 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   float scores[kWarpTiles][4] = {};
   if (!is_value_warp) {
     unsigned q_fragments[kHeadDim / 16][2];
-    const unsigned short* q_head =
-        q + q_row * q_row_stride + (first_head + g) * q_head_stride + 2 * c;
-#pragma unroll
-    for (int d = 0; d < kHeadDim / 16; ++d) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        q_fragments[d][half] =
-            g < static_cast<int>(heads)
-                ? *reinterpret_cast<const unsigned*>(q_head + 16 * d + 8 * half)
-                : 0u;
-      }
-    }
+    task.load_query<kHeadDim>(q_fragments, q, q_row_stride, q_head_stride, lane);
 
     const Strides k_strides = {k_page_stride, k_row_stride, k_head_stride};
-    const unsigned short* k_chunks = k + kv_head * k_strides.head + lane % 8 * 8;
+    const unsigned short* k_chunks = k + task.kv_head * k_strides.head + lane % 8 * 8;
     const unsigned k_ring = base + kKeyRing + key_warp * kKeyStages * kUnitBytes;
     long long tile_offset = 0;  // of the tile that is being copied; lane r has its key r
     const auto copy_keys = [&](int n) {
@@ -242,7 +213,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       }
       copy_async_commit();
     };
-    const unsigned short* v_head = v + kv_head * v_strides.head;
+    const unsigned short* v_head = v + task.kv_head * v_strides.head;
     const auto prefetch_values = [&]() {
 #pragma unroll
       for (int i = 0; i < kWarpTiles; ++i) {
@@ -277,20 +248,15 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
 
 #pragma unroll
     for (int i = 0; i < kWarpTiles; ++i) {
-      float largest[2];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if (first_key_of(i) + g + e / 2 * 8 >= count) scores[i][e] = -kInfinity;
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        largest[h] = fmaxf(scores[i][h], scores[i][h + 2]);
-#pragma unroll
-        for (int other = 4; other < 32; other *= 2) {
-          largest[h] = fmaxf(largest[h], __shfl_xor_sync(kFullWarp, largest[h], other));
-        }
+        const float largest = largest_of_keys(scores[i][h], scores[i][h + 2]);
         if (g == 0 && tile_of(i) < kRankTiles) {
-          shared_float(memory, kTileMax, tile_of(i) * kHeads + 2 * c + h) = largest[h];
+          shared_float(memory, kTileMax, tile_of(i) * kHeads + 2 * c + h) = largest;
         }
       }
     }
@@ -374,8 +340,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   let_next_grid_start();
 
   // --- 3, ended: the last key warp adds up the weights of this rank's heads ----------------------
-  const long long all_heads = static_cast<long long>(kv_heads) * group;
-  const long long part = static_cast<long long>(sequence) * splits_arg + split;
+  const long long part = static_cast<long long>(task.sequence) * splits_arg + task.split;
   if (warp == kWarps - 1) {
     const int own = lane / 4 % kOwnHeads;
     const int head = own * kRanks + rank;
@@ -389,10 +354,10 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       }
     }
     const float largest = shared_float(memory, kFinalMax, head);
-    const bool present = lane < 4 * kOwnHeads && head < static_cast<int>(heads);
+    const bool present = lane < 4 * kOwnHeads && head < task.heads;
     if (work != nullptr) {
-      const long long parts = sequences_arg * splits_arg * all_heads;
-      float* mine = work + parts * kHeadDim + (part * all_heads + first_head + head) * 5;
+      const long long parts = sequences_arg * splits_arg * task.all_heads;
+      float* mine = work + parts * kHeadDim + (part * task.all_heads + task.first_head + head) * 5;
       if (present) {
         mine[1 + c] = sum;
         if (c == 0) mine[0] = largest;
@@ -401,7 +366,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       const float two = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, 1));
       const float total = __fadd_rn(two, __shfl_xor_sync(kFullWarp, two, 2));
       // Without room for parts, more keys than a split have no result, and the row says so.
-      const bool impossible = k_length > kSplitKeys;
+      const bool impossible = task.k_length > kSplitKeys;
       const float inverse = inverse_of(total, impossible);
       // The four lanes of a head send it to all ranks.
       if (lane < 4 * kOwnHeads) {
@@ -410,7 +375,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
         }
       }
       if (present && c == 0 && lse != nullptr) {
-        lse[q_row * all_heads + first_head + head] =
+        lse[task.q_row * task.all_heads + task.first_head + head] =
             log_sum_exp(largest, total, scale_arg, impossible);
       }
     }
@@ -447,12 +412,12 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   for (int e = 0; e < 4; ++e) {
     const int head = 2 * c + e % 2;
     const int column = first_column + g + e / 2 * 8;
-    if (head < static_cast<int>(heads)) {
+    if (head < task.heads) {
       if (work != nullptr) {
-        work[(part * all_heads + first_head + head) * kHeadDim + column] = acc[e];
+        work[(part * task.all_heads + task.first_head + head) * kHeadDim + column] = acc[e];
       } else {
         const float value = __fmaf_rn(acc[e], shared_float(memory, kInverse, head), 0.0f);
-        out[q_row * out_row_stride + (first_head + head) * out_head_stride + column] =
+        out[task.q_row * out_row_stride + (task.first_head + head) * out_head_stride + column] =
             static_cast<unsigned short>(Element::pack(value, 0.0f));
       }
     }

@@ -14,6 +14,7 @@
 
 #include "cluster.cuh"
 #include "copy.cuh"
+#include "decode_task.cuh"
 #include "definition.cuh"
 #include "keys.cuh"
 #include "merge.cuh"
@@ -35,7 +36,6 @@ constexpr int kSplitKeys = kSplitBlocks * kBlockKeys;
 constexpr bool kPaged = PAGED != 0;
 using Element = ELEMENT;
 
-constexpr int kHeads = 8;  // query heads of a tile: the n of m16n8k16
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kStages = kHeadDim == 256 ? 2 : 3;
@@ -78,10 +78,6 @@ struct HeadPair {
   }
 };
 
-__device__ __forceinline__ float& shared_float(unsigned char* memory, int begin, int index) {
-  return reinterpret_cast<float*>(memory + begin)[index];
-}
-
 // work: [sequences, splits, heads, kHeadDim] and then [sequences, splits, heads, 5]; `out` is not
 // written if it is there.
 extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
@@ -95,47 +91,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
   const int g = lane / 4;  // fragment coordinates, as in mma.cuh
   const int c = lane % 4;
 
-  // Which heads of which sequence, and which split. Later splits are absent more often: they start
-  // last.
-  const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
-  const unsigned group = static_cast<unsigned>(group_arg);
-  const unsigned head_tiles = (group + kHeads - 1) / kHeads;
-  unsigned place = blockIdx.x;
-  const unsigned head_tile = place % head_tiles;
-  place /= head_tiles;
-  const unsigned kv_head = place % kv_heads;
-  place /= kv_heads;
-  const unsigned sequence = place % static_cast<unsigned>(sequences_arg);
-  const unsigned split = place / static_cast<unsigned>(sequences_arg);
-
-  const int q_row = cu_seqlens_q[sequence];
-  if (cu_seqlens_q[sequence + 1] == q_row) return;
-  const int k_begin = kPaged ? 0 : lengths_k[sequence];
-  const int k_length = kPaged ? lengths_k[sequence] : lengths_k[sequence + 1] - k_begin;
-  const int first_block = static_cast<int>(split) * kSplitBlocks;
-  const int all_blocks = k_length > 0 ? (k_length + kBlockKeys - 1) / kBlockKeys : 0;
-  if (split > 0 && first_block >= all_blocks) return;
+  const DecodeTask<kPaged> task(blockIdx.x, static_cast<unsigned>(sequences_arg),
+                                static_cast<unsigned>(kv_heads_arg),
+                                static_cast<unsigned>(group_arg), cu_seqlens_q, lengths_k);
+  if (!task.has_query) return;
+  const int first_block = static_cast<int>(task.split) * kSplitBlocks;
+  const int all_blocks = task.k_length > 0 ? (task.k_length + kBlockKeys - 1) / kBlockKeys : 0;
+  if (task.split > 0 && first_block >= all_blocks) return;
   const bool whole = work == nullptr;
   // More keys than the caller said there would be have no result, and the row says so.
-  const bool impossible = whole && k_length > splits_arg * kSplitKeys;
+  const bool impossible = whole && task.k_length > splits_arg * kSplitKeys;
   const int last = whole ? (impossible ? 0 : all_blocks) : first_block + kSplitBlocks;
   const int end_block = last < all_blocks ? last : all_blocks;
 
-  const unsigned first_head = kv_head * group + head_tile * kHeads;
-  const int heads = static_cast<int>(
-      group - head_tile * kHeads < kHeads ? group - head_tile * kHeads : kHeads);
   const float scale_log2 = static_cast<float>(scale_log2_arg);
 
   // --- copies ------------------------------------------------------------------------------------
   const Strides k_strides = {k_page_stride, k_row_stride, k_head_stride};
   const Strides v_strides = {v_page_stride, v_row_stride, v_head_stride};
-  const unsigned short* k_head = k + kv_head * k_strides.head;
-  const unsigned short* v_head = v + kv_head * v_strides.head;
+  const unsigned short* k_head = k + task.kv_head * k_strides.head;
+  const unsigned short* v_head = v + task.kv_head * v_strides.head;
   Keys keys;
-  keys.table = kPaged ? block_table + sequence * table_stride : nullptr;
+  keys.table = kPaged ? block_table + task.sequence * table_stride : nullptr;
   keys.page_size = static_cast<unsigned>(page_size_arg);
-  keys.first_row = k_begin;
-  keys.end = k_length;
+  keys.first_row = task.k_begin;
+  keys.end = task.k_length;
   const auto tile_of = [&](int block, int which) {  // 0 for K, 1 for V
     const int stage = (block - first_block) % kStages;
     return base + static_cast<unsigned>(stage * 2 + which) * kTileBytes;
@@ -161,16 +141,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
   }
 
   unsigned q_fragments[kHeadDim / 16][2];
-  const unsigned short* q_head =
-      q + q_row * q_row_stride + (first_head + g) * q_head_stride + 2 * c;
-#pragma unroll
-  for (int d = 0; d < kHeadDim / 16; ++d) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      q_fragments[d][half] =
-          g < heads ? *reinterpret_cast<const unsigned*>(q_head + 16 * d + 8 * half) : 0u;
-    }
-  }
+  task.load_query<kHeadDim>(q_fragments, q, q_row_stride, q_head_stride, lane);
 
   if (!whole) let_next_grid_start();  // it waits for this one by itself
 
@@ -204,15 +175,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
       const int first_key = block * kBlockKeys + warp * 16;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if (first_key + g + e / 2 * 8 >= k_length) scores[e] = -kInfinity;
+        if (first_key + g + e / 2 * 8 >= task.k_length) scores[e] = -kInfinity;
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float largest = fmaxf(scores[h], scores[h + 2]);
-#pragma unroll
-        for (int other = 4; other < 32; other *= 2) {
-          largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, other));
-        }
+        const float largest = largest_of_keys(scores[h], scores[h + 2]);
         if (g == 0) shared_float(memory, kTileMax, warp * kHeads + 2 * c + h) = largest;
       }
     }
@@ -313,24 +280,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
   copy_async_wait_all();
 
   // --- the end -----------------------------------------------------------------------------------
-  const long long all_heads = static_cast<long long>(kv_heads) * group;
   const int own_head = lane / 4;
   if (!whole) {
-    const long long part = static_cast<long long>(sequence) * splits_arg + split;
-    float* parts = work + (part * all_heads + first_head) * kHeadDim;
+    const long long part = static_cast<long long>(task.sequence) * splits_arg + task.split;
+    float* parts = work + (part * task.all_heads + task.first_head) * kHeadDim;
 #pragma unroll
     for (int i = 0; i < kWarpColumnTiles; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int head = 2 * c + e % 2;
         const int column = (warp * kWarpColumnTiles + i) * 16 + g + e / 2 * 8;
-        if (head < heads && column < kHeadDim) parts[head * kHeadDim + column] = acc[i][e];
+        if (head < task.heads && column < kHeadDim) parts[head * kHeadDim + column] = acc[i][e];
       }
     }
     const float largest = max.of_own_head(lane);
-    if (warp == kSummingWarp && own_head < heads) {
-      float* stats = work + sequences_arg * splits_arg * all_heads * kHeadDim +
-                     (part * all_heads + first_head + own_head) * 5;
+    if (warp == kSummingWarp && own_head < task.heads) {
+      float* stats = work + sequences_arg * splits_arg * task.all_heads * kHeadDim +
+                     (part * task.all_heads + task.first_head + own_head) * 5;
       stats[1 + c] = sum;
       if (c == 0) stats[0] = largest;
     }
@@ -341,8 +307,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
   const float total = __fadd_rn(two, __shfl_xor_sync(kFullWarp, two, 2));
   if (warp == kSummingWarp && c == 0) {
     shared_float(memory, kInverse, own_head) = inverse_of(total, impossible);
-    if (lse != nullptr && own_head < heads) {
-      lse[q_row * all_heads + first_head + own_head] =
+    if (lse != nullptr && own_head < task.heads) {
+      lse[task.q_row * task.all_heads + task.first_head + own_head] =
           log_sum_exp(largest, total, scale_arg, impossible);
     }
   }
@@ -353,10 +319,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
     for (int e = 0; e < 4; ++e) {
       const int head = 2 * c + e % 2;
       const int column = (warp * kWarpColumnTiles + i) * 16 + g + e / 2 * 8;
-      if (head < heads && column < kHeadDim) {
+      if (head < task.heads && column < kHeadDim) {
         const float value =
             __fmaf_rn(total_acc[i][e], shared_float(memory, kInverse, head), 0.0f);
-        out[q_row * out_row_stride + (first_head + head) * out_head_stride + column] =
+        out[task.q_row * out_row_stride + (task.first_head + head) * out_head_stride + column] =
             static_cast<unsigned short>(Element::pack(value, 0.0f));
       }
     }

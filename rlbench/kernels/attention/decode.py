@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rlbench.kernels.attention import combine
+from rlbench.kernels.attention.family import Family, every
 from rlbench.kernels.attention.launch import Launch, Plan, fits, kernel_of, sms
-from rlbench.kernels.attention.request import BLOCK_KEYS, ELEMENTS, HEADS, split_keys
+from rlbench.kernels.attention.request import BLOCK_KEYS, HEADS, split_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,20 +20,11 @@ _CAPABILITIES = range(9, 12)  # which have clusters; from 12 on shared memory is
 
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(Family):
     """One build of the source. The constants are the source's; it checks shared_bytes."""
 
+    name: ClassVar[str] = "decode"
     source: ClassVar[str] = "attention/attention_decode_sm90"
-
-    head_dim: int
-    element: str
-    paged: bool
-
-    @property
-    def kernel(self) -> str:
-        """The kernel's name, as a profiler shows it."""
-        suffix = combine.suffix(self.head_dim, self.element, self.paged)
-        return f"rlbench_attention_decode_{suffix}"
 
     @property
     def ranks(self) -> int:
@@ -59,24 +51,10 @@ class Variant:
         sums = HEADS // self.ranks * keys // 2 * 4
         return key_ring + value_ring + weights + sums + (rank_tiles + 3 * blocks + 2) * HEADS * 4
 
-    @property
-    def defines(self) -> dict[str, str | int]:
-        """The macros that the source takes."""
-        return {
-            "HEAD_DIM": self.head_dim,
-            "ELEMENT": self.element,
-            "PAGED": int(self.paged),
-            "SHARED_BYTES": self.shared_bytes,
-            "KERNEL_NAME": self.kernel,
-        }
-
 
 def variants() -> Iterator[Variant]:
     """Every build that a call can ask for, from compute capability 9.0."""
-    for head_dim in BLOCK_KEYS:
-        for element in ELEMENTS.values():
-            for paged in (False, True):
-                yield Variant(head_dim, element, paged)
+    return every(Variant)
 
 
 def serves(request: Request) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from rlbench.kernels.attention import tiles
-from rlbench.kernels.attention.request import BLOCK_KEYS, ELEMENTS, HEAD_DIMS
+from rlbench.kernels.attention.family import Family, every
+from rlbench.kernels.attention.request import BLOCK_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,28 +15,20 @@ if TYPE_CHECKING:
     from rlbench.kernels.attention.launch import Plan
     from rlbench.kernels.attention.request import Request
 
-SOURCE = "attention/attention_generic"
-
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(Family):
     """One build of the source. Only `tile_rows` is a free choice: it does not change the bits."""
 
-    source: ClassVar[str] = SOURCE
+    name: ClassVar[str] = "generic"
+    source: ClassVar[str] = "attention/attention_generic"
 
-    head_dim: int
-    element: str
-    paged: bool
     tile_rows: int = 64
 
     @property
     def kernel(self) -> str:
-        """The kernel's name, as a profiler shows it."""
-        layout = "paged" if self.paged else "packed"
-        return (
-            f"rlbench_attention_generic_d{self.head_dim}_{self.element.lower()}_{layout}"
-            f"_m{self.tile_rows}"
-        )
+        """The kernel's name."""
+        return f"{super().kernel}_m{self.tile_rows}"
 
     @property
     def threads(self) -> int:
@@ -54,24 +47,15 @@ class Variant:
     @property
     def defines(self) -> dict[str, str | int]:
         """The macros that the source takes."""
-        return {
-            "HEAD_DIM": self.head_dim,
-            "ELEMENT": self.element,
-            "PAGED": int(self.paged),
-            "TILE_ROWS": self.tile_rows,
-            "SHARED_BYTES": self.shared_bytes,
-            "KERNEL_NAME": self.kernel,
-        }
+        return {**super().defines, "TILE_ROWS": self.tile_rows}
 
 
 def variants() -> Iterator[Variant]:
     """Every build that a call can ask for."""
-    for head_dim in HEAD_DIMS:
-        for element in ELEMENTS.values():
-            for paged in (False, True):
-                yield Variant(head_dim, element, paged)
-                if head_dim == 256:
-                    yield Variant(head_dim, element, paged, tile_rows=32)
+    for variant in every(Variant):
+        yield variant
+        if variant.head_dim == 256:
+            yield replace(variant, tile_rows=32)
 
 
 def plan(request: Request) -> Plan:

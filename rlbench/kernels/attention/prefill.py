@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rlbench.kernels.attention import tiles
+from rlbench.kernels.attention.family import Family, every
 from rlbench.kernels.attention.launch import fits, sms
-from rlbench.kernels.attention.request import BLOCK_KEYS, ELEMENTS
+from rlbench.kernels.attention.request import BLOCK_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,24 +21,15 @@ _CAPABILITIES = range(9, 10)  # wgmma
 
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(Family):
     """One build of the source, which checks shared_bytes."""
 
+    name: ClassVar[str] = "prefill"
     source: ClassVar[str] = "attention/attention_prefill_sm90"
     tile_rows: ClassVar[int] = 128
     """64 for each of two consumer warpgroups, beside which there is the producer's."""
     row_threads: ClassVar[int] = 256
     threads: ClassVar[int] = 128 + 256
-
-    head_dim: int
-    element: str
-    paged: bool
-
-    @property
-    def kernel(self) -> str:
-        """The kernel's name, as a profiler shows it."""
-        layout = "paged" if self.paged else "packed"
-        return f"rlbench_attention_prefill_d{self.head_dim}_{self.element.lower()}_{layout}"
 
     @property
     def shared_bytes(self) -> int:
@@ -45,24 +37,10 @@ class Variant:
         rows = self.tile_rows + 2 * _STAGES * BLOCK_KEYS[self.head_dim]
         return rows * self.head_dim * 2 + (4 * _STAGES + 2) * 8 + 1024
 
-    @property
-    def defines(self) -> dict[str, str | int]:
-        """The macros that the source takes."""
-        return {
-            "HEAD_DIM": self.head_dim,
-            "ELEMENT": self.element,
-            "PAGED": int(self.paged),
-            "SHARED_BYTES": self.shared_bytes,
-            "KERNEL_NAME": self.kernel,
-        }
-
 
 def variants() -> Iterator[Variant]:
     """Every build that a call can ask for; for sm_90a alone."""
-    for head_dim in BLOCK_KEYS:
-        for element in ELEMENTS.values():
-            for paged in (False, True):
-                yield Variant(head_dim, element, paged)
+    return every(Variant)
 
 
 def serves(request: Request) -> bool:

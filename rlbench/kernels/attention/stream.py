@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rlbench.kernels.attention import combine
+from rlbench.kernels.attention.family import Family, every
 from rlbench.kernels.attention.launch import Launch, Plan, fits, kernel_of, sms
-from rlbench.kernels.attention.request import BLOCK_KEYS, ELEMENTS, HEADS
+from rlbench.kernels.attention.request import BLOCK_KEYS, HEADS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,25 +17,16 @@ if TYPE_CHECKING:
 
 _CAPABILITIES = range(9, 12)  # from 12 on shared memory is too small
 _ENOUGH_PER_SM = 2
-"""Sequences and KV heads for each SM from which on splitting them gains nothing."""
+"""Sequences and KV heads for each SM from which on they are not split: an estimate, not measured."""
 
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(Family):
     """One build of the source, which checks shared_bytes."""
 
+    name: ClassVar[str] = "stream"
     source: ClassVar[str] = "attention/attention_stream_sm90"
     threads: ClassVar[int] = 256
-
-    head_dim: int
-    element: str
-    paged: bool
-
-    @property
-    def kernel(self) -> str:
-        """The kernel's name, as a profiler shows it."""
-        suffix = combine.suffix(self.head_dim, self.element, self.paged)
-        return f"rlbench_attention_stream_{suffix}"
 
     @property
     def shared_bytes(self) -> int:
@@ -44,25 +36,10 @@ class Variant:
         tiles = stages * 2 * keys * self.head_dim * 2
         return tiles + (keys * 2 + keys // 2 * 4 + keys // 16 * 4 + 4) * HEADS
 
-    @property
-    def defines(self) -> dict[str, str | int]:
-        """The macros that the source takes."""
-        return {
-            "HEAD_DIM": self.head_dim,
-            "ELEMENT": self.element,
-            "PAGED": int(self.paged),
-            "SHARED_BYTES": self.shared_bytes,
-            "KERNEL_NAME": self.kernel,
-        }
 
-
-def variants() -> Iterator[Variant | combine.Combine]:
+def variants() -> Iterator[Variant]:
     """Every build that a call can ask for, from compute capability 9.0."""
-    for head_dim in BLOCK_KEYS:
-        for element in ELEMENTS.values():
-            for paged in (False, True):
-                yield Variant(head_dim, element, paged)
-                yield combine.Combine(head_dim, element, paged)
+    return every(Variant)
 
 
 def serves(request: Request) -> bool:

@@ -61,6 +61,9 @@ class Schedule(NamedTuple):
 
 
 EAGER = Schedule()
+SHUFFLED = Schedule(seed=3)
+LAZY = Schedule(lazy=True)
+LAZY_SHUFFLED = Schedule(lazy=True, seed=7)
 
 
 class Shape(NamedTuple):

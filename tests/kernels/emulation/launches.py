@@ -6,6 +6,7 @@ is known but its number of SMs.
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -13,7 +14,7 @@ from unittest import mock
 import torch
 
 from emulation.builds import EAGER, Edit, Schedule, Shape, launch, program, raw_bytes
-from emulation.problems import NAN, Problem, Result, bits, gapped
+from emulation.problems import NAN, Case, Problem, Result, bits, gapped, problem_of
 from rlbench.kernels.attention import combine, decode, generic, prefill, stream, tiles
 
 if TYPE_CHECKING:
@@ -82,3 +83,10 @@ def run(
     gaps = raw_bytes(out).view(out.dtype).view(*out.shape[:2], -1)[..., out.shape[2] :]
     assert (bits(gaps) == bits(torch.full_like(gaps, NAN))).all(), "it wrote between its rows"
     return Result(out, lse)
+
+
+@functools.cache
+def generic_result(case: Case) -> Result:
+    """What every kernel has to give."""
+    problem = problem_of(case)
+    return run(problem, generic_plan(problem))
