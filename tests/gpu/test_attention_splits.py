@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,6 +31,9 @@ from rlbench.kernels.attention import attention, decode, generic, launch, operat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import ModuleType
+
+    from rlbench.kernels.attention.request import Request
 
 skip_without_gpu()
 
@@ -100,24 +104,33 @@ def test_decode_kernels_have_the_generic_kernels_bits(
 ) -> None:
     lengths = [1, 2, 16, 79, 80, 81, 128, 129, 700, 2239, 2240, 2241, 2304, 2305, 4701, 6800]
     steps = [make(1, n, shape, dtype, generator) for n in lengths]
-    kinds = {}
-    for kind in (decode, stream, generic):
+
+    def results(serving: ModuleType) -> list[list[Result]]:
+        operator._plans.clear()
         with monkeypatch.context() as only:
-            for other in (decode, stream):
-                only.setattr(other, "serves", lambda *_, mine=other is kind: mine)
-            operator._plans.clear()
-            kinds[kind] = [*all_ways(steps, generator)]
-            if kind is stream:
-                for enough in (0.0, 1e9):  # whole sequences, and their splits
-                    only.setattr(stream, "_ENOUGH_PER_SM", enough)
-                    operator._plans.clear()
-                    kinds[kind] += all_ways(steps, generator)
+            for other in {decode, stream} - {serving}:
+                only.setattr(other, "serves", lambda *_: False)
+            return [*all_ways(steps, generator)]
+
+    want = results(generic)
+    got = [*want[1:], *results(stream)]
+    with monkeypatch.context() as forced:
+        for enough in (0.0, 1e9):  # whole sequences, and their splits
+            forced.setattr(stream, "_ENOUGH_PER_SM", enough)
+            got += results(stream)
+        for ranks in decode.RANKS:
+            if shape[2] // ranks >= 16:  # columns
+                forced.setattr(decode, "variant_for", functools.partial(with_ranks, ranks))
+                got += results(decode)
     operator._plans.clear()
-    slow = kinds[generic][0]
-    for results in [*kinds[decode], *kinds[stream], *kinds[generic]]:
-        for n, result, want in zip(lengths, results, slow, strict=True):
-            assert same_bits(result.out, want.out), n
-            assert same_bits(result.lse, want.lse), n
+    for ways in got:
+        for n, result, slow in zip(lengths, ways, want[0], strict=True):
+            assert same_bits(result.out, slow.out), n
+            assert same_bits(result.lse, slow.lse), n
+
+
+def with_ranks(ranks: int, request: Request) -> decode.Variant | None:
+    return decode.Variant(*request.build, ranks) if request.max_seqlen_q == 1 else None
 
 
 @hopper

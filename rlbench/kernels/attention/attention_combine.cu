@@ -1,15 +1,17 @@
-// Merges the splits of decoded rows, which attention_decode_sm90.cu left in fp32, in ascending
-// order. attention_generic.cu has the definition. One thread block for each row, one thread for
-// each column. It starts while the decode kernel still runs, and waits for it.
+// Merges the splits of decoded rows, which a decode kernel left in fp32, in ascending order.
+// attention_generic.cu has the definition. One thread block for each row, one thread for each
+// column. It starts while the decode kernel still runs, and waits for it.
 
 #include "cluster.cuh"
+#include "copy.cuh"
 #include "definition.cuh"
 #include "merge.cuh"
 #include "numeric.cuh"
 #include "parameters.cuh"
 #include "row_end.cuh"
 
-// The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), KERNEL_NAME.
+// The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), SHARED_BYTES
+// (what the launch reserves), KERNEL_NAME.
 
 using namespace rlbench;
 
@@ -18,11 +20,20 @@ constexpr int kSplitKeys = kSplitBlocksOf<kHeadDim> * kBlockKeysOf<kHeadDim>;
 constexpr bool kPaged = PAGED != 0;
 using Element = ELEMENT;
 constexpr int kAtOnce = 16;  // splits
+constexpr int kChunks = kHeadDim * 4 / kChunkBytes;  // of a part's O
+constexpr int kStats = 5;    // of a part: what its weights are relative to, and four sums of them
+constexpr int kStatsAt = kAtOnce * kHeadDim * 4;
+constexpr int kSharedBytes = kStatsAt + kAtOnce * kStats * 4;
 
-// The parameters of attention_decode_sm90.cu. grid = sequences * heads.
+static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
+
+// The parameters of the decode kernels. grid = sequences * heads.
 extern "C" __global__ void __launch_bounds__(kHeadDim)
     KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long splits_arg,
                 double scale_arg, double scale_log2_arg) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  float* parts = reinterpret_cast<float*>(memory);             // [split][column]
+  float* stats = reinterpret_cast<float*>(memory + kStatsAt);  // [split][kStats]
   const unsigned heads = static_cast<unsigned>(kv_heads_arg * group_arg);
   const unsigned sequence = blockIdx.x / heads;
   const unsigned head = blockIdx.x % heads;
@@ -35,39 +46,42 @@ extern "C" __global__ void __launch_bounds__(kHeadDim)
   const int splits = impossible ? static_cast<int>(splits_arg) : needed;
 
   const long long first = sequence * splits_arg * heads + head;
-  const float* parts = work + first * kHeadDim + column;
-  const float* stats = work + sequences_arg * splits_arg * heads * kHeadDim + first * 5;
+  const float* all_stats = work + sequences_arg * splits_arg * heads * kHeadDim + first * kStats;
   const float scale_log2 = static_cast<float>(scale_log2_arg);
   float max = -kInfinity, sum[4] = {}, acc = 0.0f;  // what no key leaves: merging changes no bit
-  __shared__ float all_stats[kAtOnce * 5];
-  wait_for_previous_grid();
-  for (int begin = 0; begin < splits; begin += kAtOnce) {
-    // Everything is asked for before anything is waited for. Past the caches for read-only data: it
-    // was written while this kernel was already there.
-    float later[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const bool present = begin + i < splits;
-      later[i] = present ? __ldcg(parts + (begin + i) * heads * static_cast<long long>(kHeadDim))
-                         : 0.0f;
+  // The first time round merges nothing with nothing: it brings the loop's code here while the
+  // decode kernel is still at work.
+#pragma unroll 1
+  for (int begin = -kAtOnce; begin < splits; begin += kAtOnce) {
+    if (begin == 0) wait_for_previous_grid();
+    const int there = begin < 0 ? 0 : splits - begin < kAtOnce ? splits - begin : kAtOnce;
+    __syncthreads();  // what was here before has been read
+    // Past the caches for read-only data: it was written while this kernel was already there.
+#pragma unroll 1
+    for (int i = column; i < kAtOnce * kChunks; i += kHeadDim) {
+      const int split = i / kChunks;
+      const float* part = work + (first + (begin + split) * static_cast<long long>(heads)) * kHeadDim;
+      copy_async(shared_address(memory) + i * kChunkBytes, part + i % kChunks * 4, split < there);
     }
-    if (begin > 0) __syncthreads();
-    for (int i = column; i < kAtOnce * 5; i += kHeadDim) {
-      if (begin + i / 5 < splits) {
-        all_stats[i] = __ldcg(stats + (begin + i / 5) * heads * 5ll + i % 5);
-      }
+    copy_async_commit();
+#pragma unroll 1
+    for (int i = column; i < kAtOnce * kStats; i += kHeadDim) {
+      const int split = i / kStats;
+      stats[i] = split < there
+                     ? __ldcg(all_stats + (begin + split) * heads * static_cast<long long>(kStats) +
+                              i % kStats)
+                     : i % kStats == 0 ? -kInfinity : 0.0f;
     }
+    copy_async_wait_all();
     __syncthreads();
+#pragma unroll 4
+    for (int i = 0; i < kAtOnce; ++i) {  // an absent part is of no key
+      const float* its = stats + i * kStats;
+      const MergeScales merged(max, its[0], scale_log2);
+      max = merged.max;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (begin + i < splits) {
-        const float* its = all_stats + i * 5;
-        const MergeScales merged(max, its[0], scale_log2);
-        max = merged.max;
-#pragma unroll
-        for (int q = 0; q < 4; ++q) sum[q] = merged(sum[q], its[1 + q]);
-        acc = merged(acc, later[i]);
-      }
+      for (int q = 0; q < 4; ++q) sum[q] = merged(sum[q], its[1 + q]);
+      acc = merged(acc, parts[i * kHeadDim + column]);
     }
   }
 

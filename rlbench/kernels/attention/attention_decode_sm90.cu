@@ -5,36 +5,38 @@
 // the time. So a split is shared by a cluster of kRanks thread blocks in a way that leaves every
 // sum alone:
 //
-//   1. Scores. A score is a sum over the head dim and depends on no other key, so the ranks take
-//      the split's key blocks in turn. Keys are the rows of the tensor core's tile and the heads of
-//      a KV group its 8 columns, which is S transposed: the same products in the same order.
-//   2. Maxima. The largest score of each block goes to all ranks. Each of them then knows the
-//      running maximum at every block, and so what every weight is relative to.
-//   3. Weights. Each rank makes those of its own keys and sends them to all ranks, and their sums
-//      by pairs to the rank that adds them up, in the definition's order.
-//   4. Values. A column of the output depends on no other column, so each rank takes kColumns of
-//      them and walks over all blocks of the split, ascending. The first of them have been on their
-//      way to shared memory since the beginning, the rest to the L2 since the last of K were asked
-//      for: memory goes on working while the ranks talk to each other.
+//   1. Scores. A score is a sum over the head dim and depends on no other key, so the ranks share
+//      the split's keys, 16 at a time. Keys are the rows of the tensor core's tile and the heads of
+//      a KV group its 8 columns, which is S transposed: the same products in the same order. Every
+//      score goes to all ranks, and that is all that they tell each other.
+//   2. Weights. Each rank makes those of all keys: the largest score of each block, what the block's
+//      weights are relative to, the weights, and their sums by pairs.
+//   3. Values. A column of the output depends on no other column, so each rank takes kColumns of
+//      them and walks over all blocks of the split, ascending. The first of V have been on their way
+//      to shared memory since the beginning, the rest to the L2 since the last of K were asked for:
+//      memory goes on working while the ranks talk to each other.
 //
 // The splits' parts are merged by attention_combine.cu, unless there is only one split.
 //
-// Schedule: kKeyWarps warps do 1 to 3, each with a ring of its own for 16 keys x 64 dims; one value
-// warp for every 16 columns does 4, with a ring of its own for whole key blocks.
+// Schedule: kKeyWarps warps do 1, each with a ring of its own for 16 keys x 64 dims; one value warp
+// for every 16 columns does 3, with a ring of its own for 32 keys; all do 2. Loops are rolled up:
+// between other layers' kernels the code comes from memory like everything else, and nothing is as
+// slow as instructions that are needed once.
 
 #include "cluster.cuh"
 #include "copy.cuh"
 #include "decode_task.cuh"
 #include "definition.cuh"
 #include "keys.cuh"
+#include "mbarrier.cuh"
 #include "mma.cuh"
 #include "numeric.cuh"
 #include "parameters.cuh"
 #include "row_end.cuh"
 #include "softmax.cuh"
 
-// The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), SHARED_BYTES
-// (what the launch reserves), KERNEL_NAME.
+// The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), RANKS (thread
+// blocks of a cluster), SHARED_BYTES (what the launch reserves), KERNEL_NAME.
 
 using namespace rlbench;
 
@@ -45,67 +47,95 @@ constexpr int kSplitKeys = kSplitBlocks * kBlockKeys;
 constexpr bool kPaged = PAGED != 0;
 using Element = ELEMENT;
 
-constexpr int kRanks = kHeadDim == 64 ? 4 : 8;   // thread blocks of a cluster
+constexpr int kRanks = RANKS;
 constexpr int kColumns = kHeadDim / kRanks;      // of the output, for one rank
 constexpr int kValueWarps = kColumns / 16;
 constexpr int kKeyWarps = 8;
 constexpr int kWarps = kValueWarps + kKeyWarps;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kSteps = kBlockKeys / 16;          // k16 steps, or 16-key tiles, of a block
-constexpr int kRankBlocks = (kSplitBlocks + kRanks - 1) / kRanks;
-constexpr int kRankTiles = kRankBlocks * kSteps;
-constexpr int kWarpTiles = (kRankTiles + kKeyWarps - 1) / kKeyWarps;
+constexpr int kSummingWarp = kWarps - 1;         // a key warp
+constexpr int kSteps = kBlockKeys / 16;          // k16 steps of a block
+constexpr int kTileStep = kRanks * kKeyWarps;    // from one of a warp's tiles of 16 keys to its next
+constexpr int kChunks = kHeadDim / 8;            // of a row
 constexpr int kUnits = kHeadDim / 64;            // of 64 dims, in which a tile is copied
 constexpr int kUnitBytes = 16 * 128;
-constexpr int kKeyStages = kHeadDim == 64 ? 2 : 3;
-constexpr int kValueBlocks = kHeadDim == 256 ? 4 : 5;  // of a value warp's ring
-constexpr int kValueBytes = kBlockKeys * 32;           // 16 columns of a block
-constexpr int kKeySlots = (kBlockKeys + 31) / 32;      // keys of a block for each lane
-constexpr int kOwnHeads = kHeads / kRanks;             // whose weights one rank adds up
-constexpr int kPairs = kSplitKeys / 2;
+constexpr int kTileBytes = 16 * kHeads * 4;      // of its scores
+constexpr int kKeyStages = 4;                    // units
+constexpr int kGroupKeys = 32;                   // in which V is copied
+constexpr int kGroupBytes = kGroupKeys * 32;     // 16 columns
+constexpr int kValueStages = kValueWarps <= 2 ? 32 : 64 / kValueWarps;  // groups
 
 // Shared memory, in bytes from its beginning.
 constexpr int kKeyRing = 0;
 constexpr int kValueRing = kKeyRing + kKeyWarps * kKeyStages * kUnitBytes;
-constexpr int kWeights = kValueRing + kValueWarps * kValueBlocks * kValueBytes;  // [key][head]
-constexpr int kPairSums = kWeights + kSplitKeys * kHeads * 2;   // [own head][pair], float
-constexpr int kTileMax = kPairSums + kOwnHeads * kPairs * 4;    // [own tile][head], float
-constexpr int kBlockMax = kTileMax + kRankTiles * kHeads * 4;   // [block][head], float
+constexpr int kPairs = kValueRing + kValueWarps * kValueStages * kGroupBytes;
+constexpr int kPairBytes = 2 * kHeads * 4;       // of two keys: scores, then weights and their sums
+constexpr int kQuery = kPairs + kSplitKeys / 2 * kPairBytes;
+constexpr int kQueryRow = kHeadDim * 2 + 16;     // so that heads are in different banks
+constexpr int kBlockMax = kQuery + kHeads * kQueryRow;          // [block][head], float
 constexpr int kRescale = kBlockMax + kSplitBlocks * kHeads * 4;
 constexpr int kScaled = kRescale + kSplitBlocks * kHeads * 4;
 constexpr int kInverse = kScaled + kSplitBlocks * kHeads * 4;   // [head], float
 constexpr int kFinalMax = kInverse + kHeads * 4;
-constexpr int kSharedBytes = kFinalMax + kHeads * 4;
+constexpr int kSent = kFinalMax + kHeads * 4;    // the barrier
+constexpr int kSharedBytes = kSent + 8;
 
 static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
-static_assert(kColumns % 16 == 0 && kHeads % kRanks == 0, "ranks share columns and heads evenly");
+static_assert(kColumns % 16 == 0, "ranks share columns evenly");
+static_assert(kSplitKeys % kGroupKeys == 0, "groups come out even");
+static_assert(kHeads * kChunks <= 32 * kKeyWarps, "one chunk of Q for a lane");
 
-// Where a sequence's keys lie.
+// Where the weights of a pair of keys are, [key][head], and their sums, [head] (float). Which of them
+// comes first alternates, so that ldmatrix finds the weights of 8 keys in different banks; it is the
+// same for a pair that is a multiple of four pairs on.
+__device__ __forceinline__ int weights_of(int pair) {
+  return kPairs + pair * kPairBytes + pair / 2 % 2 * (kPairBytes / 2);
+}
+__device__ __forceinline__ int sums_of(int pair) {
+  return kPairs + pair * kPairBytes + (1 - pair / 2 % 2) * (kPairBytes / 2);
+}
+
+// The weight of a score, relative to what has been scaled already.
+__device__ __forceinline__ float weight(float score, float scale_log2, float scaled, bool present) {
+  const float exponential = exp2_approx(__fmaf_rn(score, scale_log2, -scaled));
+  return present ? exponential : 0.0f;
+}
+
+// Where the keys of a split lie.
 struct Keys {
-  const int* table;     // this sequence's row of the block table (paged)
+  const int* table;     // the sequence's row of the block table (paged)
   unsigned page_size;   // (paged)
-  long long first_row;  // of the sequence in the packed tensor (contiguous)
+  int first_key;        // of the split in its sequence (paged)
+  int count;
+  long long first_row;  // of the split in the packed tensor (contiguous)
 
-  // The page of a key, to be asked for ahead of time; 0 where there is nothing to ask.
-  __device__ __forceinline__ int page(int key, bool present) const {
+  // What is known of a key once its page has been looked up.
+  struct Place {
+    int page;
+    unsigned row;  // in the page
+  };
+
+  // Looks up a key, ahead of time.
+  __device__ __forceinline__ Place find(int key) const {
     if constexpr (kPaged) {
-      return present ? table[static_cast<unsigned>(key) / page_size] : 0;
+      const unsigned number = static_cast<unsigned>(first_key + key);
+      const unsigned index = number / page_size;
+      return {key < count ? table[index] : 0, number - index * page_size};
     }
-    return 0;
+    return {0, 0};
   }
 
-  // A key's offset from its head's first element, its page being known.
-  __device__ __forceinline__ long long offset(int key, int page, const Strides& strides) const {
-    if constexpr (kPaged) {
-      return page * strides.page + static_cast<unsigned>(key) % page_size * strides.row;
-    }
+  // A key's offset from its head's first element.
+  __device__ __forceinline__ long long offset(int key, const Place& place,
+                                              const Strides& strides) const {
+    if constexpr (kPaged) return place.page * strides.page + place.row * strides.row;
     return (first_row + key) * strides.row;
   }
 };
 
 // work: [sequences, splits, heads, kHeadDim] and then [sequences, splits, heads, 5]; `out` is not
 // written if it is there.
-extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThreads, 2)
+extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long splits_arg,
                 double scale_arg, double scale_log2_arg) {
   extern __shared__ __align__(128) unsigned char memory[];
@@ -125,240 +155,236 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   const int split_begin = static_cast<int>(task.split) * kSplitKeys;
   if (task.split > 0 && split_begin >= task.k_length) return;
   const int left = task.k_length - split_begin;
-  const int count = left < kSplitKeys ? left : kSplitKeys;
+  const int count = left < 0 ? 0 : left < kSplitKeys ? left : kSplitKeys;
   const int blocks = (count + kBlockKeys - 1) / kBlockKeys;
 
-  cluster_arrive();
+  const unsigned sent = base + kSent;
+  if (thread == 0) {
+    mbarrier_init(sent, 1);
+    mbarrier_arrive_expecting(sent, static_cast<unsigned>((count + 15) / 16) * kTileBytes);
+  }
+  __syncwarp();
+  cluster_begin();
+  let_next_grid_start();  // it waits for this one by itself
   const float scale_log2 = static_cast<float>(scale_log2_arg);
   Keys keys;
   keys.table = kPaged ? block_table + task.sequence * table_stride : nullptr;
   keys.page_size = static_cast<unsigned>(page_size_arg);
-  keys.first_row = task.k_begin;
-
-  // --- 4, begun: a value warp's first blocks of V ----------------------------------------------
-  const bool is_value_warp = warp < kValueWarps;
+  keys.first_key = split_begin;
+  keys.count = count;
+  keys.first_row = task.k_begin + split_begin;
   const Strides v_strides = {v_page_stride, v_row_stride, v_head_stride};
+  const unsigned short* v_head = v + task.kv_head * v_strides.head;
+
+  // --- 3, begun: a value warp's first groups of V ----------------------------------------------
+  const bool is_value_warp = warp < kValueWarps;
   const int first_column = rank * kColumns + warp * 16;
-  const unsigned short* v_columns =
-      v + task.kv_head * v_strides.head + first_column + lane % 2 * 8;
-  const unsigned v_ring = base + kValueRing + warp * kValueBlocks * kValueBytes;
-  int pages[kKeySlots];  // of the next block to be copied; lane t has the keys t, t + 32, ...
-  const auto find_values = [&](int block) {
+  const int groups = (blocks * kBlockKeys + kGroupKeys - 1) / kGroupKeys;
+  const unsigned v_ring = base + kValueRing + warp * kValueStages * kGroupBytes;
+  // Of the next group to be copied, in which a lane looks up one key; or of a key warp's next tile,
+  // in which lane t % 16 looks up key t.
+  Keys::Place place;
+  // Starts copying a group, zeros for absent keys, and looks up the next one.
+  const auto copy_values = [&](int group) {
+    if (group < groups) {
+      const int key = group * kGroupKeys + lane;
+      const long long own = key < count ? keys.offset(key, place, v_strides) : 0;
+      place = keys.find(key + kGroupKeys);
+      const unsigned short* columns = v_head + first_column + lane % 2 * 8;
+      const unsigned slot = v_ring + group % kValueStages * kGroupBytes + lane / 2 * 32 +
+                            (lane % 2 ^ lane / 8 % 2) * kChunkBytes;
 #pragma unroll
-    for (int s = 0; s < kKeySlots; ++s) {
-      const int key = block * kBlockKeys + s * 32 + lane;
-      pages[s] = keys.page(split_begin + key, s * 32 + lane < kBlockKeys && key < count);
-    }
-  };
-  // Starts copying a block, zeros for absent keys, and looks up the next one.
-  const auto copy_values = [&](int block) {
-    if (block < blocks) {
-      const unsigned slot = v_ring + block % kValueBlocks * kValueBytes;
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const int row = step * 16 + lane / 2;
-        const int key = block * kBlockKeys + row;
-        const int page = __shfl_sync(kFullWarp, pages[step / 2], row % 32);
-        const bool present = key < count;
-        const unsigned short* source =
-            present ? v_columns + keys.offset(split_begin + key, page, v_strides) : v_columns;
-        copy_async(slot + row * 32 + (lane % 2 ^ row / 4 % 2) * 16, source, present);
+      for (int half = 0; half < 2; ++half) {
+        const int row = half * 16 + lane / 2;
+        const long long offset = __shfl_sync(kFullWarp, own, row);
+        copy_async(slot + half * 512, columns + offset, group * kGroupKeys + row < count);
       }
-      find_values(block + 1);
     }
     copy_async_commit();
   };
   if (is_value_warp) {
-    find_values(0);
-    for (int block = 0; block < kValueBlocks; ++block) copy_values(block);
-  }
-
-  // --- 1: scores ---------------------------------------------------------------------------------
-  // Key warp w has the rank's tiles w, w + kKeyWarps, ...; tile t is step t % kSteps of the rank's
-  // block t / kSteps, which is the split's block rank + kRanks * (t / kSteps).
-  const int key_warp = warp - kValueWarps;
-  const auto tile_of = [&](int i) { return key_warp + kKeyWarps * i; };
-  const auto block_of = [&](int i) { return rank + kRanks * (tile_of(i) / kSteps); };
-  const auto first_key_of = [&](int i) {
-    return block_of(i) * kBlockKeys + tile_of(i) % kSteps * 16;
-  };
-  float scores[kWarpTiles][4] = {};
-  if (!is_value_warp) {
-    unsigned q_fragments[kHeadDim / 16][2];
-    task.load_query<kHeadDim>(q_fragments, q, q_row_stride, q_head_stride, lane);
-
+    place = keys.find(lane);
+#pragma unroll 1
+    for (int group = 0; group < kValueStages; ++group) copy_values(group);
+    cluster_wait_for_others();
+  } else {
+    // --- 1: scores -------------------------------------------------------------------------------
+    // A warp's tiles are first_tile, first_tile + kTileStep, ...
+    const int key_warp = warp - kValueWarps;
+    const int first_tile = rank + kRanks * key_warp;
+    const int behind = (count + 15) / 16 - first_tile;
+    const int units = behind > 0 ? (behind + kTileStep - 1) / kTileStep * kUnits : 0;
     const Strides k_strides = {k_page_stride, k_row_stride, k_head_stride};
-    const unsigned short* k_chunks = k + task.kv_head * k_strides.head + lane % 8 * 8;
+    const unsigned short* k_head = k + task.kv_head * k_strides.head;
     const unsigned k_ring = base + kKeyRing + key_warp * kKeyStages * kUnitBytes;
-    long long tile_offset = 0;  // of the tile that is being copied; lane r has its key r
-    const auto copy_keys = [&](int n) {
-      const int i = n / kUnits;
+    const int head = (key_warp * 32 + lane) / kChunks;  // whose chunk of Q this lane copies
+    const int chunk = lane % kChunks;
+    if (head < kHeads) {
+      const bool present = head < task.heads;
+      const unsigned short* row = q + task.q_row * q_row_stride +
+                                  (task.first_head + (present ? head : 0)) * q_head_stride;
+      copy_async(base + kQuery + head * kQueryRow + chunk * kChunkBytes, row + chunk * 8, present);
+    }
+    copy_async_commit();
+    place = keys.find(first_tile * 16 + lane % 16);
+    long long tile_offset = 0;  // of the tile that is being copied, as `place`
+    float scores[4];            // [keys g, g + 8][heads 2c, 2c + 1]
+    // Units are asked for kKeyStages ahead of where they are needed, so the first of them before 0.
+#pragma unroll 1
+    for (int n = -kKeyStages; n < units || n == 0; ++n) {
       const int unit = n % kUnits;
-      if (i < kWarpTiles && first_key_of(i) < count) {
+      if (n == 0) {
+        copy_async_wait<kKeyStages>();
+        named_barrier(1, 32 * kKeyWarps);  // Q is there
+        cluster_wait_for_others();
+        if (units == 0) break;
+      }
+      if (n >= 0) {
+        copy_async_wait<kKeyStages - 1>();
+        __syncwarp();
         if (unit == 0) {
-          const int key = first_key_of(i) + lane % 16;
-          const bool present = key < count;
-          const int page = keys.page(split_begin + key, present);
-          tile_offset = present ? keys.offset(split_begin + key, page, k_strides) : 0;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) scores[e] = 0.0f;
         }
         const unsigned slot = k_ring + n % kKeyStages * kUnitBytes;
+        const unsigned query = base + kQuery + lane % 8 * kQueryRow + unit * 128 + lane / 8 * 16;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          unsigned b[4];
+          load_matrices(b, query + half * 64);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            unsigned a[4];
+            load_matrices(a, slot + swizzled_offset<128>(lane % 16, 4 * half + 2 * j + lane / 16));
+            mma_m16n8k16<Element>(scores, a, b[2 * j], b[2 * j + 1]);
+          }
+        }
+        __syncwarp();
+      }
+      const int next = n + kKeyStages;
+      if (next < units) {
+        const int tile = first_tile + next / kUnits * kTileStep;
+        if (next % kUnits == 0) {
+          const int key = tile * 16 + lane % 16;
+          tile_offset = key < count ? keys.offset(key, place, k_strides) : 0;
+          place = keys.find(key + kTileStep * 16);
+        }
+        const unsigned slot = k_ring + next % kKeyStages * kUnitBytes;
+        const unsigned short* chunks = k_head + next % kUnits * 64 + lane % 8 * 8;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int row = j * 4 + lane / 8;
           const long long offset = __shfl_sync(kFullWarp, tile_offset, row);
-          const bool present = first_key_of(i) + row < count;
-          const unsigned short* source = present ? k_chunks + offset + unit * 64 : k_chunks;
-          copy_async(slot + swizzled_offset<128>(row, lane % 8), source, present);
+          copy_async(slot + swizzled_offset<128>(row, lane % 8), chunks + offset,
+                     tile * 16 + row < count);
         }
       }
       copy_async_commit();
-    };
-    const unsigned short* v_head = v + task.kv_head * v_strides.head;
-    const auto prefetch_values = [&]() {
-#pragma unroll
-      for (int i = 0; i < kWarpTiles; ++i) {
-        const int key = first_key_of(i) + lane;
-        if (lane < 16 && key < count) {
-          const int page = keys.page(split_begin + key, true);
-          prefetch_to_l2<kHeadDim * 2>(v_head + keys.offset(split_begin + key, page, v_strides));
+      if (n >= 0 && unit == kUnits - 1) {
+        const int tile = first_tile + n / kUnits * kTileStep;
+        const unsigned there = base + kPairs + (tile * 16 + g) * (kHeads * 4) + c * 8;
+#pragma unroll 1
+        for (unsigned r = 0; r < kRanks; ++r) {
+          const unsigned remote = shared_of(there, r), barrier = shared_of(sent, r);
+          send_remote(remote, scores[0], scores[1], barrier);
+          send_remote(remote + 8 * kHeads * 4, scores[2], scores[3], barrier);
         }
       }
-    };
-#pragma unroll
-    for (int n = 0; n < kKeyStages; ++n) copy_keys(n);
-#pragma unroll
-    for (int n = 0; n < kWarpTiles * kUnits; ++n) {
-      if (n == kWarpTiles * kUnits - kKeyStages) prefetch_values();  // all of K is on its way
-      const int i = n / kUnits;
-      copy_async_wait<kKeyStages - 1>();
-      __syncwarp();
-      if (first_key_of(i) < count) {
-        const unsigned slot = k_ring + n % kKeyStages * kUnitBytes;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          unsigned a[4];
-          load_matrices(a, slot + swizzled_offset<128>(lane % 16, 2 * j + lane / 16));
-          const unsigned(&b)[2] = q_fragments[n % kUnits * 4 + j];
-          mma_m16n8k16<Element>(scores[i], a, b[0], b[1]);
+      if (next == units - 1) {
+        // All of K is on its way, and V as far as the rings reach: the rest to the L2.
+#pragma unroll 1
+        for (int key = kValueStages * kGroupKeys + first_tile * 32 + lane; key < count;
+             key += kTileStep * 32) {
+          prefetch_to_l2<kHeadDim * 2>(v_head + keys.offset(key, keys.find(key), v_strides));
         }
-      }
-      __syncwarp();
-      copy_keys(n + kKeyStages);
-    }
-
-#pragma unroll
-    for (int i = 0; i < kWarpTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (first_key_of(i) + g + e / 2 * 8 >= count) scores[i][e] = -kInfinity;
-      }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float largest = largest_of_keys(scores[i][h], scores[i][h + 2]);
-        if (g == 0 && tile_of(i) < kRankTiles) {
-          shared_float(memory, kTileMax, tile_of(i) * kHeads + 2 * c + h) = largest;
-        }
+        __syncwarp();
       }
     }
   }
+  mbarrier_wait_for_sent(sent, 0);
+
+  // --- 2: weights --------------------------------------------------------------------------------
+#pragma unroll 1
+  for (int block = warp; block < blocks; block += kWarps) {
+    float largest = -kInfinity;
+#pragma unroll 4
+    for (int key = 0; key < kBlockKeys; key += 32 / kHeads) {
+      const int first = block * kBlockKeys + key;
+      if (first + lane / kHeads < count) {
+        largest = fmaxf(largest, shared_float(memory, kPairs, first * kHeads + lane));
+      }
+    }
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, kHeads));
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2 * kHeads));
+    if (lane < kHeads) shared_float(memory, kBlockMax, block * kHeads + lane) = largest;
+  }
+  if (blocks == 0 && thread < kHeads) shared_float(memory, kFinalMax, thread) = -kInfinity;
   __syncthreads();
-
-  // --- 2: maxima ---------------------------------------------------------------------------------
-  cluster_wait();  // for the others to have begun: before that they have no shared memory
-  for (int item = thread; item < kRanks * kRankBlocks * kHeads; item += kThreads) {
-    const int head = item % kHeads;
-    const int own = item / kHeads % kRankBlocks;
-    const int block = rank + kRanks * own;
-    if (block < blocks) {
-      float largest = -kInfinity;
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        largest = fmaxf(largest,
-                        shared_float(memory, kTileMax, (own * kSteps + step) * kHeads + head));
-      }
-      const unsigned there = shared_of(base + kBlockMax + (block * kHeads + head) * 4,
-                                       static_cast<unsigned>(item / kHeads / kRankBlocks));
-      store_remote(there, largest);
-    }
-  }
-  cluster_sync();
+#pragma unroll 1
   for (int item = thread; item < blocks * kHeads; item += kThreads) {
-    const int head = item % kHeads;
-    const int block = item / kHeads;
     float before = -kInfinity;
-    for (int b = 0; b < block; ++b) {
-      before = next_reference(before, shared_float(memory, kBlockMax, b * kHeads + head),
-                              scale_log2);
+#pragma unroll 4
+    for (int earlier = item % kHeads; earlier < item; earlier += kHeads) {
+      before = next_reference(before, shared_float(memory, kBlockMax, earlier), scale_log2);
     }
     const float next = next_reference(before, shared_float(memory, kBlockMax, item), scale_log2);
     const float reference = next == -kInfinity ? 0.0f : next;
     shared_float(memory, kRescale, item) =
         exp2_approx(__fmul_rn(__fsub_rn(before, reference), scale_log2));
     shared_float(memory, kScaled, item) = __fmul_rn(reference, scale_log2);
-    if (block == blocks - 1) shared_float(memory, kFinalMax, head) = next;
+    if (item / kHeads == blocks - 1) shared_float(memory, kFinalMax, item % kHeads) = next;
   }
-  if (blocks == 0 && thread < kHeads) shared_float(memory, kFinalMax, thread) = -kInfinity;
+  __syncthreads();
+  // Two lanes replace a pair's scores, four heads each.
+#pragma unroll 1
+  for (int item = thread; item - lane < blocks * kBlockKeys; item += kThreads) {
+    const int pair = item / 2;
+    const int heads = item % 2 * 16;  // bytes
+    const float4 scaled = *reinterpret_cast<const float4*>(
+        memory + kScaled + pair / (kBlockKeys / 2) * (kHeads * 4) + heads);
+    float4 weights[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float4 scores = *reinterpret_cast<const float4*>(
+          memory + kPairs + pair * kPairBytes + i * (kPairBytes / 2) + heads);
+      const bool present = 2 * pair + i < count;
+      weights[i] = make_float4(weight(scores.x, scale_log2, scaled.x, present),
+                               weight(scores.y, scale_log2, scaled.y, present),
+                               weight(scores.z, scale_log2, scaled.z, present),
+                               weight(scores.w, scale_log2, scaled.w, present));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      *reinterpret_cast<uint2*>(memory + weights_of(pair) + i * (kHeads * 2) + heads / 2) =
+          make_uint2(Element::pack(weights[i].x, weights[i].y),
+                     Element::pack(weights[i].z, weights[i].w));
+    }
+    *reinterpret_cast<float4*>(memory + sums_of(pair) + heads) = make_float4(
+        __fadd_rn(weights[0].x, weights[1].x), __fadd_rn(weights[0].y, weights[1].y),
+        __fadd_rn(weights[0].z, weights[1].z), __fadd_rn(weights[0].w, weights[1].w));
+  }
   __syncthreads();
 
-  // --- 3: weights --------------------------------------------------------------------------------
-  if (!is_value_warp) {
-#pragma unroll
-    for (int i = 0; i < kWarpTiles; ++i) {
-      const int block = block_of(i);
-      if (tile_of(i) < kRankTiles && block < blocks) {
-        const float scaled[2] = {shared_float(memory, kScaled, block * kHeads + 2 * c),
-                                 shared_float(memory, kScaled, block * kHeads + 2 * c + 1)};
-        float pair[2][2];  // [keys g, keys g + 8][head]
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          scores[i][e] = exp2_approx(__fmaf_rn(scores[i][e], scale_log2, -scaled[e % 2]));
-          // Keys 2q and 2q + 1 are in lanes whose g differ in the last bit.
-          const float other = __shfl_xor_sync(kFullWarp, scores[i][e], 4);
-          pair[e / 2][e % 2] = __fadd_rn(scores[i][e], other);
-        }
-        const unsigned there = base + kWeights + (first_key_of(i) + g) * (kHeads * 2) + c * 4;
-        const unsigned packed[2] = {Element::pack(scores[i][0], scores[i][1]),
-                                    Element::pack(scores[i][2], scores[i][3])};
-        for (unsigned r = 0; r < kRanks; ++r) {
-          const unsigned remote = shared_of(there, r);
-          store_remote(remote, packed[0]);
-          store_remote(remote + 8 * kHeads * 2, packed[1]);
-        }
-        // Of the two lanes that have a pair, the even one sends head 2c's, the odd one the other's.
-        const int head = 2 * c + g % 2;
-        const int first_pair = (first_key_of(i) / 8) * 4 + g / 2;
-        const unsigned sums = shared_of(
-            base + kPairSums + (head / kRanks * kPairs + first_pair) * 4,
-            static_cast<unsigned>(head % kRanks));
-        store_remote(sums, g % 2 == 0 ? pair[0][0] : pair[0][1]);
-        store_remote(sums + 16, g % 2 == 0 ? pair[1][0] : pair[1][1]);
-      }
-    }
-  }
-  cluster_sync();
-
-  let_next_grid_start();
-
-  // --- 3, ended: the last key warp adds up the weights of this rank's heads ----------------------
+  // --- 2, ended: one warp adds up the weights, lane 4 h + q the pairs 4 t + q of head h ------------
   const long long part = static_cast<long long>(task.sequence) * splits_arg + task.split;
-  if (warp == kWarps - 1) {
-    const int own = lane / 4 % kOwnHeads;
-    const int head = own * kRanks + rank;
+  if (warp == kSummingWarp) {
     float sum = 0.0f;
+#pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
-      sum = __fmul_rn(sum, shared_float(memory, kRescale, block * kHeads + head));
+      sum = __fmul_rn(sum, shared_float(memory, kRescale, block * kHeads + g));
 #pragma unroll
       for (int t = 0; t < kBlockKeys / 8; ++t) {
-        const int pair = (block * (kBlockKeys / 8) + t) * 4 + c;
-        sum = __fadd_rn(sum, shared_float(memory, kPairSums, own * kPairs + pair));
+        const int before = block * (kBlockKeys / 2) + t * 4;
+        sum = __fadd_rn(sum, shared_float(memory, sums_of(c) + before * kPairBytes, g));
       }
     }
-    const float largest = shared_float(memory, kFinalMax, head);
-    const bool present = lane < 4 * kOwnHeads && head < task.heads;
+    const float largest = shared_float(memory, kFinalMax, g);
+    const bool writes = rank == 0 && g < task.heads;  // all ranks know
     if (work != nullptr) {
       const long long parts = sequences_arg * splits_arg * task.all_heads;
-      float* mine = work + parts * kHeadDim + (part * task.all_heads + task.first_head + head) * 5;
-      if (present) {
+      float* mine = work + parts * kHeadDim + (part * task.all_heads + task.first_head + g) * 5;
+      if (writes) {
         mine[1 + c] = sum;
         if (c == 0) mine[0] = largest;
       }
@@ -367,46 +393,47 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       const float total = __fadd_rn(two, __shfl_xor_sync(kFullWarp, two, 2));
       // Without room for parts, more keys than a split have no result, and the row says so.
       const bool impossible = task.k_length > kSplitKeys;
-      const float inverse = inverse_of(total, impossible);
-      // The four lanes of a head send it to all ranks.
-      if (lane < 4 * kOwnHeads) {
-        for (unsigned r = static_cast<unsigned>(c); r < kRanks; r += 4) {
-          store_remote(shared_of(base + kInverse + head * 4, r), inverse);
-        }
-      }
-      if (present && c == 0 && lse != nullptr) {
-        lse[task.q_row * task.all_heads + task.first_head + head] =
+      if (c == 0) shared_float(memory, kInverse, g) = inverse_of(total, impossible);
+      if (writes && c == 0 && lse != nullptr) {
+        lse[task.q_row * task.all_heads + task.first_head + g] =
             log_sum_exp(largest, total, scale_arg, impossible);
       }
     }
   }
 
-  // --- 4: values ---------------------------------------------------------------------------------
+  // --- 3: values ---------------------------------------------------------------------------------
   float acc[4] = {};  // [columns g, g + 8][heads 2c, 2c + 1]
   if (is_value_warp) {
-    for (int block = 0; block < blocks; ++block) {
-      copy_async_wait<kValueBlocks - 1>();
+#pragma unroll 1
+    for (int group = 0; group < groups; ++group) {
+      copy_async_wait<kValueStages - 1>();
       __syncwarp();
+      const unsigned slot = v_ring + group % kValueStages * kGroupBytes;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        acc[e] = __fmul_rn(acc[e],
-                           shared_float(memory, kRescale, block * kHeads + 2 * c + e % 2));
-      }
-      const unsigned slot = v_ring + block % kValueBlocks * kValueBytes;
+      for (int half = 0; half < 2; ++half) {
+        const int step = 2 * group + half;
+        if (step >= blocks * kSteps) break;
+        if (step % kSteps == 0) {
+          const float2 rescale = *reinterpret_cast<const float2*>(
+              memory + kRescale + (step / kSteps * kHeads + 2 * c) * 4);
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
+          for (int e = 0; e < 4; ++e) {
+            acc[e] = __fmul_rn(acc[e], e % 2 == 0 ? rescale.x : rescale.y);
+          }
+        }
         unsigned a[4], b[2];
-        const int row = step * 16 + lane % 8 + lane / 16 * 8;
-        load_matrices_transposed(a, slot + row * 32 + (lane / 8 % 2 ^ row / 4 % 2) * 16);
-        const int key = block * kBlockKeys + step * 16 + lane % 16;
-        load_two_transposed(b, base + kWeights + key * (kHeads * 2));
+        const int row = lane % 8 + lane / 16 * 8;
+        load_matrices_transposed(
+            a, slot + half * 512 + row * 32 + (lane / 8 % 2 ^ row / 4 % 2) * kChunkBytes);
+        load_two_transposed(b, base + weights_of(lane % 16 / 2) + lane % 2 * (kHeads * 2) +
+                                   step * 8 * kPairBytes);
         mma_m16n8k16<Element>(acc, a, b[0], b[1]);
       }
       __syncwarp();
-      copy_values(block + kValueBlocks);
+      copy_values(group + kValueStages);
     }
   }
-  if (work == nullptr) cluster_sync();  // for the inverses
+  if (work == nullptr) __syncthreads();  // for the inverses
   if (!is_value_warp) return;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {

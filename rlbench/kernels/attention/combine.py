@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Variant(Family):
-    """One build of the source."""
+    """One build of the source, which checks shared_bytes."""
 
     name: ClassVar[str] = "combine"
     source: ClassVar[str] = "attention/attention_combine"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Sixteen parts: O, a maximum and four sums of each."""
+        return 16 * (self.head_dim + 5) * 4
 
 
 def variants() -> Iterator[Variant]:
@@ -37,10 +42,14 @@ def after(request: Request, parts: Launch) -> Plan:
     from cuda.core import LaunchConfig
 
     _, heads, head_dim = request.q.shape
+    variant = Variant(*request.build)
     config = LaunchConfig(
-        grid=request.sequences * heads, block=head_dim, programmatic_stream_serialization=True
+        grid=request.sequences * heads,
+        block=head_dim,
+        shmem_size=variant.shared_bytes,
+        programmatic_stream_serialization=True,
     )
-    kernel = kernel_of(Variant(*request.build), request.device)
+    kernel = kernel_of(variant, request.device)
     # O, a maximum and four sums of each part.
     work = request.splits * request.sequences * heads * (head_dim + 5)
     return Plan(request.device, (parts, Launch(config, kernel, numbers(request))), work)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from rlbench.kernels.attention.request import BLOCK_KEYS, ELEMENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Family:
         }
 
 
-_V = TypeVar("_V", bound=Family)
+_V = TypeVar("_V")
 
 
-def every(variant: type[_V]) -> Iterator[_V]:
+def every(variant: Callable[[int, str, bool], _V]) -> Iterator[_V]:
     """Its builds for all that a call can ask for."""
     for head_dim in BLOCK_KEYS:
         for element in ELEMENTS.values():

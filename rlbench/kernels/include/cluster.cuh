@@ -18,26 +18,38 @@ __device__ __forceinline__ unsigned shared_of(unsigned shared, unsigned rank) {
   return remote;
 }
 
-__device__ __forceinline__ void store_remote(unsigned remote, unsigned value) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote), "r"(value) : "memory");
+// Sends eight bytes there, counted towards a barrier of that block (shared_of its address), whose
+// phase then says that they have arrived.
+__device__ __forceinline__ void send_remote(unsigned remote, float first, float second,
+                                            unsigned barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+          remote),
+      "f"(first), "f"(second), "r"(barrier)
+      : "memory");
 }
 
-__device__ __forceinline__ void store_remote(unsigned remote, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+// Waits until the phase of this parity is complete, and what was sent with it can be read.
+__device__ __forceinline__ void mbarrier_wait_for_sent(unsigned barrier, unsigned parity) {
+  asm volatile(
+      "{.reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;}"
+      ::"r"(barrier), "r"(parity)
+      : "memory");
 }
 
-// A barrier of all threads of all blocks, in two halves: what was stored before the first, anywhere
-// in the cluster, is seen after the second.
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+// Says that this block is there and that the barriers which this thread has initialized can be used.
+__device__ __forceinline__ void cluster_begin() {
+  asm volatile(
+      "fence.mbarrier_init.release.cluster;\n"
+      "barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void cluster_wait() {
+
+// Waits until all threads of the cluster have begun: before that the others have no shared memory.
+__device__ __forceinline__ void cluster_wait_for_others() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_sync() {
-  cluster_arrive();
-  cluster_wait();
 }
 
 // Lets the next grid of the stream start, once all blocks of this one have got here.

@@ -62,9 +62,34 @@ struct Warp {
   Words words[2][32];
 };
 
+// Eight bytes on their way to another block's shared memory.
+struct Sent {
+  unsigned char* to;
+  float values[2];
+};
+
 struct Barrier {
   Meeting meeting;
   unsigned expected = 0;
+  long long missing_bytes = 0;
+  std::vector<Sent> sent;  // lands when the phase is complete
+
+  void land() {
+    for (const Sent& it : sent) std::memcpy(it.to, it.values, sizeof it.values);
+    sent.clear();
+  }
+
+  void arrive() {
+    ++meeting.arrived;
+    settle();
+  }
+
+  void settle() {
+    if (meeting.arrived < expected || missing_bytes != 0) return;
+    land();
+    meeting.arrived = 0;
+    ++meeting.generation;
+  }
 };
 
 struct Block {
@@ -146,9 +171,9 @@ void meet(Meeting& meeting, unsigned expected, const char* what, unsigned which 
   wait_for_change(meeting.generation, generation, what, which);
 }
 
-Barrier& barrier_at(unsigned address) {
-  const auto found = block().barriers.find(address);
-  if (found == block().barriers.end()) fault("there is no mbarrier at %u", address);
+Barrier& barrier_at(unsigned address, Block& owner = block()) {
+  const auto found = owner.barriers.find(address);
+  if (found == owner.barriers.end()) fault("there is no mbarrier at %u", address);
   return found->second;
 }
 
@@ -161,7 +186,7 @@ void perform(const Fiber& owner, const CopyGroup& group) {
       std::memset(to, 0, 16);
     }
   }
-  if (group.barrier) group.barrier->meeting.arrive(group.barrier->expected);
+  if (group.barrier) group.barrier->arrive();
 }
 
 void run_thread() {
@@ -333,8 +358,21 @@ void barrier_init(unsigned barrier, unsigned arrivals) {
 }
 
 void barrier_arrive(unsigned barrier) {
-  Barrier& it = barrier_at(barrier);
-  it.meeting.arrive(it.expected);
+  barrier_at(barrier).arrive();
+}
+
+void barrier_arrive_expecting(unsigned barrier, unsigned bytes) {
+  barrier_at(barrier).missing_bytes += bytes;
+  barrier_arrive(barrier);
+}
+
+void send(unsigned rank, unsigned address, float first, float second, unsigned barrier) {
+  Sent sent = {shared_bytes_of(rank, address, 8), {first, second}};
+  Barrier& it = barrier_at(barrier, cluster->blocks[rank]);
+  it.sent.push_back(sent);
+  if (!launched.lazy) it.land();
+  it.missing_bytes -= 8;
+  it.settle();
 }
 
 void barrier_wait(unsigned barrier, unsigned parity) {

@@ -57,6 +57,9 @@ void named_sync(int id, unsigned threads);
 
 void barrier_init(unsigned barrier, unsigned arrivals);
 void barrier_arrive(unsigned barrier);
+void barrier_arrive_expecting(unsigned barrier, unsigned bytes);
+// Eight bytes to a block of the cluster, counted towards a barrier that it has.
+void send(unsigned rank, unsigned address, float first, float second, unsigned barrier);
 void barrier_wait(unsigned barrier, unsigned parity);
 
 // Asynchronous copies of 16 bytes, zeros if absent. Lazy ones happen no sooner than somebody has

@@ -39,9 +39,11 @@ def prefill_plan_on(problem: Problem, sms: int) -> Plan:
         return prefill.plan(problem.request)
 
 
-def decode_plan(problem: Problem) -> Plan:
+def decode_plan(problem: Problem, ranks: int = 4) -> Plan:
+    """ranks: thread blocks that share a split."""
+    request = problem.request
     with _gpu():
-        return decode.plan(problem.request)
+        return decode.plan_of(request, decode.Variant(*request.build, ranks))
 
 
 def stream_plan(problem: Problem, *, whole: bool) -> Plan:

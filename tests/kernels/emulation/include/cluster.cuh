@@ -1,8 +1,6 @@
 // Stands in for the kernels' header of this name. Grids run one after the other.
 #pragma once
 
-#include <cstring>
-
 #include "emulator.h"
 
 namespace rlbench {
@@ -13,18 +11,15 @@ inline unsigned cluster_rank() { return emulator::running->rank; }
 
 inline unsigned shared_of(unsigned shared, unsigned rank) { return rank << kRankShift | shared; }
 
-template <class T>
-void store_remote(unsigned remote, T value) {
-  static_assert(sizeof(T) == 4);
-  const unsigned address = remote & ((1u << kRankShift) - 1);
-  std::memcpy(emulator::shared_bytes_of(remote >> kRankShift, address, 4), &value, 4);
+inline void send_remote(unsigned remote, float first, float second, unsigned barrier) {
+  constexpr unsigned kAddress = (1u << kRankShift) - 1;
+  emulator::send(remote >> kRankShift, remote & kAddress, first, second, barrier & kAddress);
 }
 
-inline void cluster_arrive() { emulator::cluster_arrive(); }
-inline void cluster_wait() { emulator::cluster_wait(); }
-inline void cluster_sync() {
-  emulator::cluster_arrive();
-  emulator::cluster_wait();
+inline void cluster_begin() { emulator::cluster_arrive(); }
+inline void cluster_wait_for_others() { emulator::cluster_wait(); }
+inline void mbarrier_wait_for_sent(unsigned barrier, unsigned parity) {
+  emulator::barrier_wait(barrier, parity);
 }
 
 inline void let_next_grid_start() {}

@@ -9,6 +9,9 @@ inline void mbarrier_init(unsigned barrier, unsigned arrivals) {
   emulator::barrier_init(barrier, arrivals);
 }
 inline void mbarrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier); }
+inline void mbarrier_arrive_expecting(unsigned barrier, unsigned bytes) {
+  emulator::barrier_arrive_expecting(barrier, bytes);
+}
 inline void mbarrier_arrive_after_copies(unsigned barrier) {
   emulator::arrive_after_copies(barrier);
 }
