@@ -101,35 +101,48 @@ __device__ __forceinline__ float weight(float score, float scale_log2, float sca
   return present ? exponential : 0.0f;
 }
 
-// Where the keys of a split lie.
+// Where the keys of a split lie that one lane looks up, each so many after the one before.
 struct Keys {
-  const int* table;     // the sequence's row of the block table (paged)
-  unsigned page_size;   // (paged)
-  int first_key;        // of the split in its sequence (paged)
-  int count;
-  long long first_row;  // of the split in the packed tensor (contiguous)
+  const int* table;       // the sequence's row of the block table (paged)
+  unsigned page_size, page_step, row_step;  // (paged) the last two: from one key to the next
+  unsigned index, row;    // (paged) the next key's place in the table and in its page
+  int page;               // (paged) of the next key
+  long long packed_row;   // of the next key (packed)
+  int key, step, count;   // the next key; keys from one to the next; of all that there are
 
-  // What is known of a key once its page has been looked up.
-  struct Place {
-    int page;
-    unsigned row;  // in the page
-  };
-
-  // Looks up a key, ahead of time.
-  __device__ __forceinline__ Place find(int key) const {
+  __device__ __forceinline__ Keys(int first, int step, int count, int split_begin,
+                                  long long split_row, const int* table, unsigned page_size)
+      : table(table), page_size(page_size), packed_row(split_row + first), key(first), step(step),
+        count(count) {
     if constexpr (kPaged) {
-      const unsigned number = static_cast<unsigned>(first_key + key);
-      const unsigned index = number / page_size;
-      return {key < count ? table[index] : 0, number - index * page_size};
+      page_step = static_cast<unsigned>(step) / page_size;
+      row_step = static_cast<unsigned>(step) - page_step * page_size;
+      const unsigned number = static_cast<unsigned>(split_begin + first);
+      index = number / page_size;
+      row = number - index * page_size;
+      page = key < count ? table[index] : 0;
     }
-    return {0, 0};
   }
 
-  // A key's offset from its head's first element.
-  __device__ __forceinline__ long long offset(int key, const Place& place,
-                                              const Strides& strides) const {
-    if constexpr (kPaged) return place.page * strides.page + place.row * strides.row;
-    return (first_row + key) * strides.row;
+  // The next key's offset from its head's first element; then looks up the one after it, so that
+  // its page is there when it is needed. 0 for a key that is absent.
+  __device__ __forceinline__ long long next(const Strides& strides) {
+    const bool present = key < count;
+    key += step;
+    if constexpr (kPaged) {
+      const long long offset = page * strides.page + row * strides.row;
+      index += page_step;
+      row += row_step;
+      if (row >= page_size) {
+        row -= page_size;
+        ++index;
+      }
+      page = key < count ? table[index] : 0;
+      return present ? offset : 0;
+    }
+    const long long offset = packed_row * strides.row;
+    packed_row += step;
+    return present ? offset : 0;
   }
 };
 
@@ -167,12 +180,11 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   cluster_begin();
   let_next_grid_start();  // it waits for this one by itself
   const float scale_log2 = static_cast<float>(scale_log2_arg);
-  Keys keys;
-  keys.table = kPaged ? block_table + task.sequence * table_stride : nullptr;
-  keys.page_size = static_cast<unsigned>(page_size_arg);
-  keys.first_key = split_begin;
-  keys.count = count;
-  keys.first_row = task.k_begin + split_begin;
+  const int* table = kPaged ? block_table + task.sequence * table_stride : nullptr;
+  const auto keys_of = [&](int first, int step) {
+    return Keys(first, step, count, split_begin, task.k_begin + static_cast<long long>(split_begin),
+                table, static_cast<unsigned>(page_size_arg));
+  };
   const Strides v_strides = {v_page_stride, v_row_stride, v_head_stride};
   const unsigned short* v_head = v + task.kv_head * v_strides.head;
 
@@ -181,15 +193,15 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   const int first_column = rank * kColumns + warp * 16;
   const int groups = (blocks * kBlockKeys + kGroupKeys - 1) / kGroupKeys;
   const unsigned v_ring = base + kValueRing + warp * kValueStages * kGroupBytes;
-  // Of the next group to be copied, in which a lane looks up one key; or of a key warp's next tile,
-  // in which lane t % 16 looks up key t.
-  Keys::Place place;
-  // Starts copying a group, zeros for absent keys, and looks up the next one.
+  // Lane t looks up key t of each group; or, in a key warp, key t % 16 of each of its tiles.
+  const int key_warp = warp - kValueWarps;
+  const int first_tile = rank + kRanks * key_warp;
+  Keys keys = keys_of(is_value_warp ? lane : first_tile * 16 + lane % 16,
+                      is_value_warp ? kGroupKeys : kTileStep * 16);
+  // Starts copying a group, zeros for absent keys.
   const auto copy_values = [&](int group) {
     if (group < groups) {
-      const int key = group * kGroupKeys + lane;
-      const long long own = key < count ? keys.offset(key, place, v_strides) : 0;
-      place = keys.find(key + kGroupKeys);
+      const long long own = keys.next(v_strides);
       const unsigned short* columns = v_head + first_column + lane % 2 * 8;
       const unsigned slot = v_ring + group % kValueStages * kGroupBytes + lane / 2 * 32 +
                             (lane % 2 ^ lane / 8 % 2) * kChunkBytes;
@@ -203,15 +215,12 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     copy_async_commit();
   };
   if (is_value_warp) {
-    place = keys.find(lane);
 #pragma unroll 1
     for (int group = 0; group < kValueStages; ++group) copy_values(group);
     cluster_wait_for_others();
   } else {
     // --- 1: scores -------------------------------------------------------------------------------
     // A warp's tiles are first_tile, first_tile + kTileStep, ...
-    const int key_warp = warp - kValueWarps;
-    const int first_tile = rank + kRanks * key_warp;
     const int behind = (count + 15) / 16 - first_tile;
     const int units = behind > 0 ? (behind + kTileStep - 1) / kTileStep * kUnits : 0;
     const Strides k_strides = {k_page_stride, k_row_stride, k_head_stride};
@@ -226,9 +235,8 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       copy_async(base + kQuery + head * kQueryRow + chunk * kChunkBytes, row + chunk * 8, present);
     }
     copy_async_commit();
-    place = keys.find(first_tile * 16 + lane % 16);
-    long long tile_offset = 0;  // of the tile that is being copied, as `place`
-    float scores[4];            // [keys g, g + 8][heads 2c, 2c + 1]
+    const unsigned short* rows[4];  // that this lane copies of a tile, 4 j + lane / 8
+    float scores[4];                // [keys g, g + 8][heads 2c, 2c + 1]
     // Units are asked for kKeyStages ahead of where they are needed, so the first of them before 0.
 #pragma unroll 1
     for (int n = -kKeyStages; n < units || n == 0; ++n) {
@@ -265,18 +273,18 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       if (next < units) {
         const int tile = first_tile + next / kUnits * kTileStep;
         if (next % kUnits == 0) {
-          const int key = tile * 16 + lane % 16;
-          tile_offset = key < count ? keys.offset(key, place, k_strides) : 0;
-          place = keys.find(key + kTileStep * 16);
+          const long long own = keys.next(k_strides);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            rows[j] = k_head + lane % 8 * 8 + __shfl_sync(kFullWarp, own, j * 4 + lane / 8);
+          }
         }
         const unsigned slot = k_ring + next % kKeyStages * kUnitBytes;
-        const unsigned short* chunks = k_head + next % kUnits * 64 + lane % 8 * 8;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int row = j * 4 + lane / 8;
-          const long long offset = __shfl_sync(kFullWarp, tile_offset, row);
-          copy_async(slot + swizzled_offset<128>(row, lane % 8), chunks + offset,
-                     tile * 16 + row < count);
+          copy_async(slot + swizzled_offset<128>(row, lane % 8), rows[j], tile * 16 + row < count);
+          rows[j] += 64;
         }
       }
       copy_async_commit();
@@ -292,10 +300,10 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       }
       if (next == units - 1) {
         // All of K is on its way, and V as far as the rings reach: the rest to the L2.
+        Keys ahead = keys_of(kValueStages * kGroupKeys + first_tile * 32 + lane, kTileStep * 32);
 #pragma unroll 1
-        for (int key = kValueStages * kGroupKeys + first_tile * 32 + lane; key < count;
-             key += kTileStep * 32) {
-          prefetch_to_l2<kHeadDim * 2>(v_head + keys.offset(key, keys.find(key), v_strides));
+        while (ahead.key < count) {
+          prefetch_to_l2<kHeadDim * 2>(v_head + ahead.next(v_strides));
         }
         __syncwarp();
       }
@@ -306,17 +314,21 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   // --- 2: weights --------------------------------------------------------------------------------
 #pragma unroll 1
   for (int block = warp; block < blocks; block += kWarps) {
-    float largest = -kInfinity;
-#pragma unroll 4
-    for (int key = 0; key < kBlockKeys; key += 32 / kHeads) {
-      const int first = block * kBlockKeys + key;
-      if (first + lane / kHeads < count) {
-        largest = fmaxf(largest, shared_float(memory, kPairs, first * kHeads + lane));
+    float2 largest = make_float2(-kInfinity, -kInfinity);
+#pragma unroll
+    for (int key = 0; key < kBlockKeys; key += 8) {
+      const int mine = block * kBlockKeys + key + g;
+      if (mine < count) {
+        const float2 scores =
+            *reinterpret_cast<const float2*>(memory + kPairs + mine * (kHeads * 4) + c * 8);
+        largest = make_float2(fmaxf(largest.x, scores.x), fmaxf(largest.y, scores.y));
       }
     }
-    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, kHeads));
-    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2 * kHeads));
-    if (lane < kHeads) shared_float(memory, kBlockMax, block * kHeads + lane) = largest;
+    largest = make_float2(largest_of_keys(largest.x, -kInfinity),
+                          largest_of_keys(largest.y, -kInfinity));
+    if (g == 0) {
+      *reinterpret_cast<float2*>(memory + kBlockMax + (block * kHeads + 2 * c) * 4) = largest;
+    }
   }
   if (blocks == 0 && thread < kHeads) shared_float(memory, kFinalMax, thread) = -kInfinity;
   __syncthreads();
@@ -404,11 +416,28 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   // --- 3: values ---------------------------------------------------------------------------------
   float acc[4] = {};  // [columns g, g + 8][heads 2c, 2c + 1]
   if (is_value_warp) {
-#pragma unroll 1
-    for (int group = 0; group < groups; ++group) {
-      copy_async_wait<kValueStages - 1>();
-      __syncwarp();
+    // A group's fragments are loaded while the products of the one before are computed.
+    struct {
+      unsigned v[2][4], weights[4];
+    } now, next;
+    const auto load = [&](int group) {
       const unsigned slot = v_ring + group % kValueStages * kGroupBytes;
+      const int row = lane % 8 + lane / 16 * 8;
+      const unsigned chunk = row * 32 + (lane / 8 % 2 ^ row / 4 % 2) * kChunkBytes;
+      load_matrices_transposed(next.v[0], slot + chunk);
+      load_matrices_transposed(next.v[1], slot + 512 + chunk);
+      load_matrices_transposed(next.weights, base + weights_of(lane / 2) + lane % 2 * (kHeads * 2) +
+                                                 group * (kGroupKeys / 2) * kPairBytes);
+    };
+    copy_async_wait<kValueStages - 1>();
+    __syncwarp();
+    load(0);
+#pragma unroll 2
+    for (int group = 0; group < groups; ++group) {
+      now = next;
+      copy_async_wait<kValueStages - 2>();
+      __syncwarp();
+      if (group + 1 < groups) load(group + 1);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int step = 2 * group + half;
@@ -421,15 +450,8 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
             acc[e] = __fmul_rn(acc[e], e % 2 == 0 ? rescale.x : rescale.y);
           }
         }
-        unsigned a[4], b[2];
-        const int row = lane % 8 + lane / 16 * 8;
-        load_matrices_transposed(
-            a, slot + half * 512 + row * 32 + (lane / 8 % 2 ^ row / 4 % 2) * kChunkBytes);
-        load_two_transposed(b, base + weights_of(lane % 16 / 2) + lane % 2 * (kHeads * 2) +
-                                   step * 8 * kPairBytes);
-        mma_m16n8k16<Element>(acc, a, b[0], b[1]);
+        mma_m16n8k16<Element>(acc, now.v[half], now.weights[2 * half], now.weights[2 * half + 1]);
       }
-      __syncwarp();
       copy_values(group + kValueStages);
     }
   }
