@@ -66,11 +66,9 @@ struct Tile {
 };
 using Keys = KeyStream<kHeadDim, kBlockKeys, kWarps, kPaged, Tile>;
 
-// swizzled_offset(row, chunk + lower) for an even `chunk` that is known and a `lower` of 0 or 1: the
-// row's part is added, the chunk's is four constants to XOR with and others to add.
-__device__ __forceinline__ unsigned k_offset(int row, int chunk, int lower) {
-  return (swizzled_offset<kRowBytes>(row, lower) ^ (chunk % 8 * kChunkBytes)) +
-         chunk / 8 * (8 * kChunkBytes);
+// swizzled_offset(row, chunk + n) from that with n = 0 or 1, for an even chunk that is known.
+__device__ __forceinline__ unsigned k_offset(unsigned begin, int chunk) {
+  return (begin ^ (chunk % 8 * kChunkBytes)) + chunk / 8 * (8 * kChunkBytes);
 }
 
 __device__ __forceinline__ float2& shared_pair(unsigned char* memory, int begin, int index) {
@@ -97,9 +95,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
     KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long splits_arg,
                 double scale_arg, double scale_log2_arg) {
   extern __shared__ __align__(128) unsigned char memory[];
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x % 32);
   // Through a shuffle, so that the compiler knows it to be the same in all lanes.
-  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
+  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x / 32), 0);
   // And this, so that it is not found out again and again.
   const unsigned base = __shfl_sync(kFullWarp, shared_address(memory), 0);
   const int g = lane / 4;  // fragment coordinates, as in mma.cuh
@@ -108,10 +106,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
   const DecodeTask<kPaged> task(blockIdx.x, static_cast<unsigned>(sequences_arg),
                                 static_cast<unsigned>(kv_heads_arg),
                                 static_cast<unsigned>(group_arg), cu_seqlens_q, lengths_k);
-  if (!task.has_query) return;
   const int first_block = static_cast<int>(task.split) * kSplitBlocks;
   const int all_blocks = task.k_length > 0 ? (task.k_length + kBlockKeys - 1) / kBlockKeys : 0;
-  if (task.split > 0 && first_block >= all_blocks) return;
+  // Not one after the other: the second needs loads that would wait for the first's.
+  if (!task.has_query | (task.split > 0 & first_block >= all_blocks)) return;
   const bool whole = work == nullptr;
   // More keys than the caller said there would be have no result, and the row says so.
   const bool impossible = whole && task.k_length > splits_arg * kSplitKeys;
@@ -146,39 +144,96 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
       keys.ask(k_tile, block < end_block, v_tile, block <= end_block);
       copy_async_commit();
     };
-#pragma unroll 1
-    for (int ahead = 0; ahead < kStages; ++ahead) {
-      ask(first_block + ahead);
-      go_on();
-    }
-
-    unsigned q_fragments[kHeadDim / 16][2];
-    task.load_query<kHeadDim>(q_fragments, q, q_row_stride, q_head_stride, lane);
-    // Weights of no keys, for the V of zeros that comes with the first K.
-    const int chunk = static_cast<int>(threadIdx.x) * 16;
-    if (chunk < kTileMax - kWeights) {
-      *reinterpret_cast<float4*>(memory + kWeights + chunk) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-    if (!whole) let_next_grid_start();  // it waits for this one by itself
-
     const bool has_keys = kKeyTiles == kWarps || warp < kKeyTiles;
-    const int split_end = first_block + kSplitBlocks;
-    int merge_at = split_end < end_block ? split_end : end_block;
+    const bool has_columns = kColumnTiles >= kWarps || warp < kColumnTiles;
+    const unsigned k_begin = swizzled_offset<kRowBytes>(warp * 16 + lane % 16, lane / 16);
+    unsigned v_begins[kWarpColumnTiles];
+#pragma unroll
+    for (int i = 0; i < kWarpColumnTiles; ++i) {
+      v_begins[i] = swizzled_offset<kRowBytes>(
+          lane % 8 + lane / 16 * 8, 2 * (warp * kWarpColumnTiles + i) + lane / 8 % 2);
+    }
+    int merge_at = first_block + kSplitBlocks < end_block ? first_block + kSplitBlocks : end_block;
 
-    // Block n's scores and, which do not depend on them, block n - 1's P V.
-    for (int block = first_block;; ++block) {
-      // What was asked for kStages steps ago has landed, and the weights are there.
+    unsigned q_fragments[kHeadDim / 16][2] = {};
+    // Of this warp's 16 keys: [keys g, g + 8][heads 2c, 2c + 1].
+    float scores[4] = {-kInfinity, -kInfinity, -kInfinity, -kInfinity};
+
+    // Each turn has the weights of one block of keys, and then the scores of the next one and, which
+    // do not depend on them, the sums of weights and of P V. The first turns have blocks that there
+    // are not: copies are asked for ahead, and the weights are zeros.
+    for (int block = first_block - kStages;;) {
+      HeadPair largest = {{-kInfinity, -kInfinity}};
+#pragma unroll
+      for (int tile = 0; tile < kKeyTiles; ++tile) {
+        const float2 heads = shared_pair(memory, kTileMax, tile * (kHeads / 2) + c);
+        largest.of[0] = fmaxf(largest.of[0], heads.x);
+        largest.of[1] = fmaxf(largest.of[1], heads.y);
+      }
+#pragma unroll
+      for (float& each : largest.of) each = block < first_block ? -kInfinity : each;
+      ask(block + kStages);
+      go_on();
+
+      // What the block's weights are relative to; all warps find the same.
+      HeadPair next;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) next.of[h] = next_reference(max.of[h], largest.of[h], scale_log2);
+      if (__any_sync(kFullWarp, next.of[0] != max.of[0] || next.of[1] != max.of[1])) {
+        HeadPair rescale;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float reference = next.of[h] == -kInfinity ? 0.0f : next.of[h];
+          rescale.of[h] = exp2_approx(__fmul_rn(__fsub_rn(max.of[h], reference), scale_log2));
+          scaled.of[h] = __fmul_rn(reference, scale_log2);
+        }
+        max = next;
+        sum = __fmul_rn(sum, rescale.of_own_head(lane));
+#pragma unroll
+        for (int i = 0; i < kWarpColumnTiles; ++i) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) acc[i][e] = __fmul_rn(acc[i][e], rescale.of[e % 2]);
+        }
+      }
+
+      if (has_keys) {
+        float p[4], pairs[2];  // of keys g and keys g + 8, and of this lane's head
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          p[e] = exp2_approx(__fmaf_rn(scores[e], scale_log2, -scaled.of[e % 2]));
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          // Keys 2q and 2q + 1 are in lanes whose g differ in the last bit.
+          const float even = p[2 * half], odd = p[2 * half + 1];
+          pairs[half] = __fadd_rn(g % 2 == 0 ? even : odd,
+                                  __shfl_xor_sync(kFullWarp, g % 2 == 0 ? odd : even, 4));
+        }
+        unsigned* rows = reinterpret_cast<unsigned*>(memory + kWeights);
+        rows[(warp * 16 + g) * (kHeads / 2) + c] = Element::pack(p[0], p[1]);
+        rows[(warp * 16 + g + 8) * (kHeads / 2) + c] = Element::pack(p[2], p[3]);
+        // For the summing warp's lane 4 h + q.
+        shared_pair(memory, kPairSums, warp * 32 + (2 * c + g % 2) * 4 + g / 2) =
+            make_float2(pairs[0], pairs[1]);
+      }
+
+      if (++block <= first_block) {
+        if (block < first_block) continue;
+        task.load_query<kHeadDim>(q_fragments, q, q_row_stride, q_head_stride, lane);
+        if (!whole) let_next_grid_start();  // it waits for this one by itself
+      }
+      // What was asked for kStages turns ago has landed, and the weights are there.
       copy_async_wait<kStages - 1>();
       __syncthreads();
 
-      // Scores of this warp's 16 keys: [keys g, g + 8][heads 2c, 2c + 1].
-      float scores[4] = {};
+#pragma unroll
+      for (float& score : scores) score = 0.0f;
       unsigned weights[4];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         if (step < kHeadDim / 16 && has_keys) {
           unsigned a[4];
-          load_matrices(a, k_tile + k_offset(warp * 16 + lane % 16, 2 * step, lane / 16));
+          load_matrices(a, k_tile + k_offset(k_begin, 2 * step));
           mma_m16n8k16<Element>(scores, a, q_fragments[step][0], q_fragments[step][1]);
         }
         if (step >= kKeyTiles) continue;
@@ -193,19 +248,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
             weights[1] = last[1];
           }
         }
-        const int row = step * 16 + lane % 8 + lane / 16 * 8;
 #pragma unroll
         for (int i = 0; i < kWarpColumnTiles; ++i) {
-          const int column_tile = warp * kWarpColumnTiles + i;
-          if (column_tile < kColumnTiles) {
+          if (has_columns) {
             unsigned a[4];
-            load_matrices_transposed(
-                a, v_tile + swizzled_offset<kRowBytes>(row, 2 * column_tile + lane / 8 % 2));
+            load_matrices_transposed(a, v_tile + v_begins[i] + step * (16 * kRowBytes));
             mma_m16n8k16<Element>(acc[i], a, weights[step % 2 * 2], weights[step % 2 * 2 + 1]);
           }
         }
         if (warp == kSummingWarp) {
-          const float2 pairs = shared_pair(memory, kPairSums, step * 32 + lane);
+          const float2 pairs = shared_pair(memory, kPairSums + step * 32 * 8, lane);
           sum = __fadd_rn(__fadd_rn(sum, pairs.x), pairs.y);
         }
       }
@@ -248,58 +300,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
       }
       if (block == end_block) break;
       __syncthreads();  // every warp is done with K, V and the weights, and says its largest scores
-
-      HeadPair largest = {{-kInfinity, -kInfinity}};
-#pragma unroll
-      for (int tile = 0; tile < kKeyTiles; ++tile) {
-        const float2 heads = shared_pair(memory, kTileMax, tile * (kHeads / 2) + c);
-        largest.of[0] = fmaxf(largest.of[0], heads.x);
-        largest.of[1] = fmaxf(largest.of[1], heads.y);
-      }
-      ask(block + kStages);
-      go_on();
-
-      // What the block's weights are relative to; all warps find the same.
-      HeadPair next;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) next.of[h] = next_reference(max.of[h], largest.of[h], scale_log2);
-      if (__any_sync(kFullWarp, next.of[0] != max.of[0] || next.of[1] != max.of[1])) {
-        HeadPair rescale;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float reference = next.of[h] == -kInfinity ? 0.0f : next.of[h];
-          rescale.of[h] = exp2_approx(__fmul_rn(__fsub_rn(max.of[h], reference), scale_log2));
-          scaled.of[h] = __fmul_rn(reference, scale_log2);
-        }
-        max = next;
-        sum = __fmul_rn(sum, rescale.of_own_head(lane));
-#pragma unroll
-        for (int i = 0; i < kWarpColumnTiles; ++i) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) acc[i][e] = __fmul_rn(acc[i][e], rescale.of[e % 2]);
-        }
-      }
-
-      if (has_keys) {
-        float pairs[2];  // of keys g and keys g + 8, and of this lane's head
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          scores[e] = exp2_approx(__fmaf_rn(scores[e], scale_log2, -scaled.of[e % 2]));
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          // Keys 2q and 2q + 1 are in lanes whose g differ in the last bit.
-          const float even = scores[2 * half], odd = scores[2 * half + 1];
-          pairs[half] = __fadd_rn(g % 2 == 0 ? even : odd,
-                                  __shfl_xor_sync(kFullWarp, g % 2 == 0 ? odd : even, 4));
-        }
-        unsigned* rows = reinterpret_cast<unsigned*>(memory + kWeights);
-        rows[(warp * 16 + g) * (kHeads / 2) + c] = Element::pack(scores[0], scores[1]);
-        rows[(warp * 16 + g + 8) * (kHeads / 2) + c] = Element::pack(scores[2], scores[3]);
-        // For the summing warp's lane 4 h + q.
-        shared_pair(memory, kPairSums, warp * 32 + (2 * c + g % 2) * 4 + g / 2) =
-            make_float2(pairs[0], pairs[1]);
-      }
     }
     copy_async_wait_all();
   }
