@@ -107,7 +107,7 @@ def run_promised(problem: Problem, plan: str) -> Result:
 
 
 def test_a_copy_that_is_not_waited_for_is_noticed() -> None:
-    edit = Edit("attention_stream_sm90.cu", "copy_async_wait<2 * kStages - 1>();", "")
+    edit = Edit("attention_stream_sm90.cu", "copy_async_wait<kStages - 1>();", "")
     problem = problem_of(SMALL)
     result = run(problem, stream_plan(problem, whole=True), LAZY, edit)
     with pytest.raises(AssertionError, match="that differ"):
@@ -117,8 +117,8 @@ def test_a_copy_that_is_not_waited_for_is_noticed() -> None:
 def test_a_barrier_that_a_warp_skips_is_a_deadlock() -> None:
     edit = Edit(
         "attention_stream_sm90.cu",
-        "copy_async_wait<2 * kStages - 2>();\n    __syncthreads();",
-        "copy_async_wait<2 * kStages - 2>();\n    if (warp != 1) __syncthreads();",
+        "copy_async_wait<kStages - 1>();\n      __syncthreads();",
+        "copy_async_wait<kStages - 1>();\n      if (warp != 1) __syncthreads();",
     )
     problem = problem_of(SMALL)
     waiting = r"(?s)deadlock:.*block 0, threads 32 to 63: ended.*threads 64 to 255: .*__syncthreads"

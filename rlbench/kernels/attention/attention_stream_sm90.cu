@@ -146,16 +146,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
     };
     const bool has_keys = kKeyTiles == kWarps || warp < kKeyTiles;
     const bool has_columns = kColumnTiles >= kWarps || warp < kColumnTiles;
-    const unsigned k_begin = swizzled_offset<kRowBytes>(warp * 16 + lane % 16, lane / 16);
-    unsigned v_begins[kWarpColumnTiles];
-#pragma unroll
-    for (int i = 0; i < kWarpColumnTiles; ++i) {
-      v_begins[i] = swizzled_offset<kRowBytes>(
-          lane % 8 + lane / 16 * 8, 2 * (warp * kWarpColumnTiles + i) + lane / 8 % 2);
-    }
     int merge_at = first_block + kSplitBlocks < end_block ? first_block + kSplitBlocks : end_block;
 
-    unsigned q_fragments[kHeadDim / 16][2] = {};
+    // Where this lane's parts of a tile's matrices are, and the query: found once copies are under way.
+    unsigned k_begin, v_begins[kWarpColumnTiles];
+    unsigned q_fragments[kHeadDim / 16][2];
     // Of this warp's 16 keys: [keys g, g + 8][heads 2c, 2c + 1].
     float scores[4] = {-kInfinity, -kInfinity, -kInfinity, -kInfinity};
 
@@ -219,7 +214,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
 
       if (++block <= first_block) {
         if (block < first_block) continue;
-        task.load_query<kHeadDim>(q_fragments, q, q_row_stride, q_head_stride, lane);
+        int own = lane;
+        asm volatile("" : "+r"(own));  // so that nothing of this is done before the first copies
+        task.load_query<kHeadDim>(q_fragments, q, q_row_stride, q_head_stride, own);
+        k_begin = swizzled_offset<kRowBytes>(warp * 16 + own % 16, own / 16);
+#pragma unroll
+        for (int i = 0; i < kWarpColumnTiles; ++i) {
+          v_begins[i] = swizzled_offset<kRowBytes>(
+              own % 8 + own / 16 * 8, 2 * (warp * kWarpColumnTiles + i) + own / 8 % 2);
+        }
         if (!whole) let_next_grid_start();  // it waits for this one by itself
       }
       // What was asked for kStages turns ago has landed, and the weights are there.
