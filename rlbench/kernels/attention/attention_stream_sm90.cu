@@ -126,186 +126,186 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
   float total_acc[kWarpColumnTiles][4] = {};
   float sum = 0.0f, total_sum = 0.0f;  // the summing warp's lane 4 h + q: l[q] of head h
 
-  if (first_block < end_block) {
-    // K of block n is in stage n, V of block n - 1 in the one before.
-    unsigned k_tile = base, v_tile = base + (kStages - 1) * kStageBytes + kTileBytes;
-    const auto go_on = [&] {
-      v_tile = k_tile + kTileBytes;
-      k_tile += kStageBytes;
-      if (k_tile == base + kStages * kStageBytes) k_tile = base;
-    };
-    const int end_key = end_block * kBlockKeys;
-    Keys keys(k + task.kv_head * k_head_stride, {k_page_stride, k_row_stride, k_head_stride},
-              v + task.kv_head * v_head_stride, {v_page_stride, v_row_stride, v_head_stride},
-              task.k_begin, kPaged ? block_table + task.sequence * table_stride : nullptr,
-              page_size_arg, first_block, end_key < task.k_length ? end_key : task.k_length, warp,
-              lane);
-    const auto ask = [&](int block) {
-      keys.ask(k_tile, block < end_block, v_tile, block <= end_block);
-      copy_async_commit();
-    };
-    const bool has_keys = kKeyTiles == kWarps || warp < kKeyTiles;
-    const bool has_columns = kColumnTiles >= kWarps || warp < kColumnTiles;
-    int merge_at = first_block + kSplitBlocks < end_block ? first_block + kSplitBlocks : end_block;
+  // --- copies ---
+  // K of block n is in stage n, V of block n - 1 in the one before.
+  unsigned k_tile = base, v_tile = base + (kStages - 1) * kStageBytes + kTileBytes;
+  const auto go_on = [&] {
+    v_tile = k_tile + kTileBytes;
+    k_tile += kStageBytes;
+    if (k_tile == base + kStages * kStageBytes) k_tile = base;
+  };
+  const int end_key = end_block * kBlockKeys;
+  Keys keys(k + task.kv_head * k_head_stride, {k_page_stride, k_row_stride, k_head_stride},
+            v + task.kv_head * v_head_stride, {v_page_stride, v_row_stride, v_head_stride},
+            task.k_begin, kPaged ? block_table + task.sequence * table_stride : nullptr,
+            page_size_arg, first_block, end_key < task.k_length ? end_key : task.k_length, warp,
+            lane);
+  const auto ask = [&](int block) {
+    keys.ask(k_tile, block < end_block, v_tile, block <= end_block);
+    copy_async_commit();
+  };
+  const bool has_keys = kKeyTiles == kWarps || warp < kKeyTiles;
+  const bool has_columns = kColumnTiles >= kWarps || warp < kColumnTiles;
+  int merge_at = first_block + kSplitBlocks < end_block ? first_block + kSplitBlocks : end_block;
 
-    // Where this lane's parts of a tile's matrices are, and the query: found once copies are under way.
-    unsigned k_begin, v_begins[kWarpColumnTiles];
-    unsigned q_fragments[kHeadDim / 16][2];
-    // Of this warp's 16 keys: [keys g, g + 8][heads 2c, 2c + 1].
-    float scores[4] = {-kInfinity, -kInfinity, -kInfinity, -kInfinity};
+  // Where this lane's parts of a tile's matrices are, and the query: found once copies are under way.
+  unsigned k_begin, v_begins[kWarpColumnTiles];
+  unsigned q_fragments[kHeadDim / 16][2];
+  // Of this warp's 16 keys: [keys g, g + 8][heads 2c, 2c + 1].
+  float scores[4] = {-kInfinity, -kInfinity, -kInfinity, -kInfinity};
 
-    // Each turn has the weights of one block of keys, and then the scores of the next one and, which
-    // do not depend on them, the sums of weights and of P V. The first turns have blocks that there
-    // are not: copies are asked for ahead, and the weights are zeros.
-    for (int block = first_block - kStages;;) {
-      HeadPair largest = {{-kInfinity, -kInfinity}};
+  // Each turn has the weights of one block of keys, and then the scores of the next one and, which
+  // do not depend on them, the sums of weights and of P V. The first turns have blocks that there
+  // are not: copies are asked for ahead, and the weights are zeros.
+  for (int block = first_block - kStages;;) {
+    HeadPair largest = {{-kInfinity, -kInfinity}};
 #pragma unroll
-      for (int tile = 0; tile < kKeyTiles; ++tile) {
-        const float2 heads = shared_pair(memory, kTileMax, tile * (kHeads / 2) + c);
-        largest.of[0] = fmaxf(largest.of[0], heads.x);
-        largest.of[1] = fmaxf(largest.of[1], heads.y);
-      }
-#pragma unroll
-      for (float& each : largest.of) each = block < first_block ? -kInfinity : each;
-      ask(block + kStages);
-      go_on();
-
-      // What the block's weights are relative to; all warps find the same.
-      HeadPair next;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) next.of[h] = next_reference(max.of[h], largest.of[h], scale_log2);
-      if (__any_sync(kFullWarp, next.of[0] != max.of[0] || next.of[1] != max.of[1])) {
-        HeadPair rescale;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float reference = next.of[h] == -kInfinity ? 0.0f : next.of[h];
-          rescale.of[h] = exp2_approx(__fmul_rn(__fsub_rn(max.of[h], reference), scale_log2));
-          scaled.of[h] = __fmul_rn(reference, scale_log2);
-        }
-        max = next;
-        sum = __fmul_rn(sum, rescale.of_own_head(lane));
-#pragma unroll
-        for (int i = 0; i < kWarpColumnTiles; ++i) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) acc[i][e] = __fmul_rn(acc[i][e], rescale.of[e % 2]);
-        }
-      }
-
-      if (has_keys) {
-        float p[4], pairs[2];  // of keys g and keys g + 8, and of this lane's head
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          p[e] = exp2_approx(__fmaf_rn(scores[e], scale_log2, -scaled.of[e % 2]));
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          // Keys 2q and 2q + 1 are in lanes whose g differ in the last bit.
-          const float even = p[2 * half], odd = p[2 * half + 1];
-          pairs[half] = __fadd_rn(g % 2 == 0 ? even : odd,
-                                  __shfl_xor_sync(kFullWarp, g % 2 == 0 ? odd : even, 4));
-        }
-        unsigned* rows = reinterpret_cast<unsigned*>(memory + kWeights);
-        rows[(warp * 16 + g) * (kHeads / 2) + c] = Element::pack(p[0], p[1]);
-        rows[(warp * 16 + g + 8) * (kHeads / 2) + c] = Element::pack(p[2], p[3]);
-        // For the summing warp's lane 4 h + q.
-        shared_pair(memory, kPairSums, warp * 32 + (2 * c + g % 2) * 4 + g / 2) =
-            make_float2(pairs[0], pairs[1]);
-      }
-
-      if (++block <= first_block) {
-        if (block < first_block) continue;
-        int own = lane;
-        asm volatile("" : "+r"(own));  // so that nothing of this is done before the first copies
-        task.load_query<kHeadDim>(q_fragments, q, q_row_stride, q_head_stride, own);
-        k_begin = swizzled_offset<kRowBytes>(warp * 16 + own % 16, own / 16);
-#pragma unroll
-        for (int i = 0; i < kWarpColumnTiles; ++i) {
-          v_begins[i] = swizzled_offset<kRowBytes>(
-              own % 8 + own / 16 * 8, 2 * (warp * kWarpColumnTiles + i) + own / 8 % 2);
-        }
-        if (!whole) let_next_grid_start();  // it waits for this one by itself
-      }
-      // What was asked for kStages turns ago has landed, and the weights are there.
-      copy_async_wait<kStages - 1>();
-      __syncthreads();
-
-#pragma unroll
-      for (float& score : scores) score = 0.0f;
-      unsigned weights[4];
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        if (step < kHeadDim / 16 && has_keys) {
-          unsigned a[4];
-          load_matrices(a, k_tile + k_offset(k_begin, 2 * step));
-          mma_m16n8k16<Element>(scores, a, q_fragments[step][0], q_fragments[step][1]);
-        }
-        if (step >= kKeyTiles) continue;
-        if (step % 2 == 0) {
-          if (step + 1 < kKeyTiles) {
-            load_matrices_transposed(weights,
-                                     base + kWeights + (step * 16 + lane) * (kHeads * 2));
-          } else {
-            unsigned last[2];
-            load_two_transposed(last, base + kWeights + (step * 16 + lane % 16) * (kHeads * 2));
-            weights[0] = last[0];
-            weights[1] = last[1];
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < kWarpColumnTiles; ++i) {
-          if (has_columns) {
-            unsigned a[4];
-            load_matrices_transposed(a, v_tile + v_begins[i] + step * (16 * kRowBytes));
-            mma_m16n8k16<Element>(acc[i], a, weights[step % 2 * 2], weights[step % 2 * 2 + 1]);
-          }
-        }
-        if (warp == kSummingWarp) {
-          const float2 pairs = shared_pair(memory, kPairSums + step * 32 * 8, lane);
-          sum = __fadd_rn(__fadd_rn(sum, pairs.x), pairs.y);
-        }
-      }
-      if (has_keys) {
-        const int first_key = block * kBlockKeys + warp * 16;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if (first_key + g + e / 2 * 8 >= task.k_length) scores[e] = -kInfinity;
-        }
-        // Lanes whose g is even go on with head 2c, the others with head 2c + 1.
-        const float even = fmaxf(scores[0], scores[2]), odd = fmaxf(scores[1], scores[3]);
-        float largest = fmaxf(g % 2 == 0 ? even : odd,
-                              __shfl_xor_sync(kFullWarp, g % 2 == 0 ? odd : even, 4));
-        largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 8));
-        largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 16));
-        if (g < 2) shared_float(memory, kTileMax, warp * kHeads + 2 * c + g) = largest;
-      }
-
-      if (whole && block == merge_at) {
-        merge_at = merge_at + kSplitBlocks < end_block ? merge_at + kSplitBlocks : end_block;
-        const MergeScales scales[2] = {MergeScales(total_max.of[0], max.of[0], scale_log2),
-                                       MergeScales(total_max.of[1], max.of[1], scale_log2)};
-        const HeadPair old = {{scales[0].old, scales[1].old}};
-        const HeadPair now = {{scales[0].now, scales[1].now}};
-        const float own_old = old.of_own_head(lane);
-        const float own_now = now.of_own_head(lane);
-        total_sum = __fmaf_rn(sum, own_now, __fmul_rn(total_sum, own_old));
-#pragma unroll
-        for (int i = 0; i < kWarpColumnTiles; ++i) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            total_acc[i][e] = scales[e % 2](total_acc[i][e], acc[i][e]);
-            acc[i][e] = 0.0f;
-          }
-        }
-        total_max = {{scales[0].max, scales[1].max}};
-        max = {{-kInfinity, -kInfinity}};
-        scaled = {{0.0f, 0.0f}};
-        sum = 0.0f;
-      }
-      if (block == end_block) break;
-      __syncthreads();  // every warp is done with K, V and the weights, and says its largest scores
+    for (int tile = 0; tile < kKeyTiles; ++tile) {
+      const float2 heads = shared_pair(memory, kTileMax, tile * (kHeads / 2) + c);
+      largest.of[0] = fmaxf(largest.of[0], heads.x);
+      largest.of[1] = fmaxf(largest.of[1], heads.y);
     }
-    copy_async_wait_all();
+#pragma unroll
+    for (float& each : largest.of) each = block < first_block ? -kInfinity : each;
+    ask(block + kStages);
+    go_on();
+
+    // What the block's weights are relative to; all warps find the same.
+    HeadPair next;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) next.of[h] = next_reference(max.of[h], largest.of[h], scale_log2);
+    if (__any_sync(kFullWarp, next.of[0] != max.of[0] || next.of[1] != max.of[1])) {
+      HeadPair rescale;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float reference = next.of[h] == -kInfinity ? 0.0f : next.of[h];
+        rescale.of[h] = exp2_approx(__fmul_rn(__fsub_rn(max.of[h], reference), scale_log2));
+        scaled.of[h] = __fmul_rn(reference, scale_log2);
+      }
+      max = next;
+      sum = __fmul_rn(sum, rescale.of_own_head(lane));
+#pragma unroll
+      for (int i = 0; i < kWarpColumnTiles; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[i][e] = __fmul_rn(acc[i][e], rescale.of[e % 2]);
+      }
+    }
+
+    if (has_keys) {
+      float p[4], pairs[2];  // of keys g and keys g + 8, and of this lane's head
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        p[e] = exp2_approx(__fmaf_rn(scores[e], scale_log2, -scaled.of[e % 2]));
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // Keys 2q and 2q + 1 are in lanes whose g differ in the last bit.
+        const float even = p[2 * half], odd = p[2 * half + 1];
+        pairs[half] = __fadd_rn(g % 2 == 0 ? even : odd,
+                                __shfl_xor_sync(kFullWarp, g % 2 == 0 ? odd : even, 4));
+      }
+      unsigned* rows = reinterpret_cast<unsigned*>(memory + kWeights);
+      rows[(warp * 16 + g) * (kHeads / 2) + c] = Element::pack(p[0], p[1]);
+      rows[(warp * 16 + g + 8) * (kHeads / 2) + c] = Element::pack(p[2], p[3]);
+      // For the summing warp's lane 4 h + q.
+      shared_pair(memory, kPairSums, warp * 32 + (2 * c + g % 2) * 4 + g / 2) =
+          make_float2(pairs[0], pairs[1]);
+    }
+
+    if (++block <= first_block) {
+      if (block < first_block) continue;
+      unsigned thread = threadIdx.x;
+      asm volatile("" : "+r"(thread));  // so that nothing of this is done before the first copies
+      const int own = static_cast<int>(thread % 32);
+      task.load_query<kHeadDim>(q_fragments, q, q_row_stride, q_head_stride, own);
+      k_begin = swizzled_offset<kRowBytes>(warp * 16 + own % 16, own / 16);
+#pragma unroll
+      for (int i = 0; i < kWarpColumnTiles; ++i) {
+        v_begins[i] = swizzled_offset<kRowBytes>(
+            own % 8 + own / 16 * 8, 2 * (warp * kWarpColumnTiles + i) + own / 8 % 2);
+      }
+      if (!whole) let_next_grid_start();  // it waits for this one by itself
+    }
+    // What was asked for kStages turns ago has landed, and the weights are there.
+    copy_async_wait<kStages - 1>();
+    __syncthreads();
+
+#pragma unroll
+    for (float& score : scores) score = 0.0f;
+    unsigned weights[4];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (step < kHeadDim / 16 && has_keys) {
+        unsigned a[4];
+        load_matrices(a, k_tile + k_offset(k_begin, 2 * step));
+        mma_m16n8k16<Element>(scores, a, q_fragments[step][0], q_fragments[step][1]);
+      }
+      if (step >= kKeyTiles) continue;
+      if (step % 2 == 0) {
+        if (step + 1 < kKeyTiles) {
+          load_matrices_transposed(weights,
+                                   base + kWeights + (step * 16 + lane) * (kHeads * 2));
+        } else {
+          unsigned last[2];
+          load_two_transposed(last, base + kWeights + (step * 16 + lane % 16) * (kHeads * 2));
+          weights[0] = last[0];
+          weights[1] = last[1];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kWarpColumnTiles; ++i) {
+        if (has_columns) {
+          unsigned a[4];
+          load_matrices_transposed(a, v_tile + v_begins[i] + step * (16 * kRowBytes));
+          mma_m16n8k16<Element>(acc[i], a, weights[step % 2 * 2], weights[step % 2 * 2 + 1]);
+        }
+      }
+      if (warp == kSummingWarp) {
+        const float2 pairs = shared_pair(memory, kPairSums + step * 32 * 8, lane);
+        sum = __fadd_rn(__fadd_rn(sum, pairs.x), pairs.y);
+      }
+    }
+    if (has_keys) {
+      const int first_key = block * kBlockKeys + warp * 16;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (first_key + g + e / 2 * 8 >= task.k_length) scores[e] = -kInfinity;
+      }
+      // Lanes whose g is even go on with head 2c, the others with head 2c + 1.
+      const float even = fmaxf(scores[0], scores[2]), odd = fmaxf(scores[1], scores[3]);
+      float largest = fmaxf(g % 2 == 0 ? even : odd,
+                            __shfl_xor_sync(kFullWarp, g % 2 == 0 ? odd : even, 4));
+      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 8));
+      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 16));
+      if (g < 2) shared_float(memory, kTileMax, warp * kHeads + 2 * c + g) = largest;
+    }
+
+    if (whole && block == merge_at) {
+      merge_at = merge_at + kSplitBlocks < end_block ? merge_at + kSplitBlocks : end_block;
+      const MergeScales scales[2] = {MergeScales(total_max.of[0], max.of[0], scale_log2),
+                                     MergeScales(total_max.of[1], max.of[1], scale_log2)};
+      const HeadPair old = {{scales[0].old, scales[1].old}};
+      const HeadPair now = {{scales[0].now, scales[1].now}};
+      const float own_old = old.of_own_head(lane);
+      const float own_now = now.of_own_head(lane);
+      total_sum = __fmaf_rn(sum, own_now, __fmul_rn(total_sum, own_old));
+#pragma unroll
+      for (int i = 0; i < kWarpColumnTiles; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          total_acc[i][e] = scales[e % 2](total_acc[i][e], acc[i][e]);
+          acc[i][e] = 0.0f;
+        }
+      }
+      total_max = {{scales[0].max, scales[1].max}};
+      max = {{-kInfinity, -kInfinity}};
+      scaled = {{0.0f, 0.0f}};
+      sum = 0.0f;
+    }
+    if (block == end_block) break;
+    __syncthreads();  // every warp is done with K, V and the weights, and says its largest scores
   }
+  copy_async_wait_all();
 
   // --- the end -----------------------------------------------------------------------------------
   const int own_head = lane / 4;
