@@ -6,8 +6,16 @@
 // transposed: the same products in the same order. Within a block of keys the warps share what no
 // sum needs whole: first the keys, 16 a warp, for the scores; then the columns of the output, 16 or
 // 32 a warp, for P V. In between, the largest scores and the rounded weights go through shared
-// memory. Copies run ahead: a tile of K or V is asked for as soon as the one kStages blocks before it
-// has been used up.
+// memory.
+//
+// A block of keys takes the tensor cores two chains, S and P V, in which each link waits for the
+// one before. So a turn first finds the weights of a block, and then its P V together with the
+// scores of the next block: neither chain waits for the other, and a turn has two barriers. K of
+// block n and V of block n - 1, which are needed together, are asked for kStages turns before that,
+// as soon as what was in their place has been used up.
+//
+// A step of decoding meets empty caches, also those of instructions, so there is little code: the
+// first copies are asked for by turns of the same loop that have no scores yet.
 //
 // With `work`, a thread block has one split, whose part attention_combine.cu merges with the others;
 // without, it has the whole sequence and merges at the end of each split in its registers.
@@ -108,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
                                 static_cast<unsigned>(group_arg), cu_seqlens_q, lengths_k);
   const int first_block = static_cast<int>(task.split) * kSplitBlocks;
   const int all_blocks = task.k_length > 0 ? (task.k_length + kBlockKeys - 1) / kBlockKeys : 0;
-  // Not one after the other: the second needs loads that would wait for the first's.
+  // Not one after the other: the second's loads would wait for the first's.
   if (!task.has_query | (task.split > 0 & first_block >= all_blocks)) return;
   const bool whole = work == nullptr;
   // More keys than the caller said there would be have no result, and the row says so.
@@ -126,37 +134,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
   float total_acc[kWarpColumnTiles][4] = {};
   float sum = 0.0f, total_sum = 0.0f;  // the summing warp's lane 4 h + q: l[q] of head h
 
-  // --- copies ---
-  // K of block n is in stage n, V of block n - 1 in the one before.
+  // --- copies ------------------------------------------------------------------------------------
+  // K of block n is in stage n % kStages, V in the other half of it.
   unsigned k_tile = base, v_tile = base + (kStages - 1) * kStageBytes + kTileBytes;
   const auto go_on = [&] {
     v_tile = k_tile + kTileBytes;
     k_tile += kStageBytes;
     if (k_tile == base + kStages * kStageBytes) k_tile = base;
   };
-  const int end_key = end_block * kBlockKeys;
+  const int split_end = end_block * kBlockKeys;
+  const int end_key = split_end < task.k_length ? split_end : task.k_length;
+  const int* pages = kPaged ? block_table + task.sequence * table_stride : nullptr;
   Keys keys(k + task.kv_head * k_head_stride, {k_page_stride, k_row_stride, k_head_stride},
             v + task.kv_head * v_head_stride, {v_page_stride, v_row_stride, v_head_stride},
-            task.k_begin, kPaged ? block_table + task.sequence * table_stride : nullptr,
-            page_size_arg, first_block, end_key < task.k_length ? end_key : task.k_length, warp,
-            lane);
+            task.k_begin, pages, page_size_arg, first_block, end_key, warp, lane);
+  // K of a block and V of the one before it, a group of copies.
   const auto ask = [&](int block) {
     keys.ask(k_tile, block < end_block, v_tile, block <= end_block);
     copy_async_commit();
   };
+
+  // --- turns -------------------------------------------------------------------------------------
   const bool has_keys = kKeyTiles == kWarps || warp < kKeyTiles;
   const bool has_columns = kColumnTiles >= kWarps || warp < kColumnTiles;
   int merge_at = first_block + kSplitBlocks < end_block ? first_block + kSplitBlocks : end_block;
 
-  // Where this lane's parts of a tile's matrices are, and the query: found once copies are under way.
+  // Where this lane's rows of the matrices in a tile are, and the query.
   unsigned k_begin, v_begins[kWarpColumnTiles];
   unsigned q_fragments[kHeadDim / 16][2];
   // Of this warp's 16 keys: [keys g, g + 8][heads 2c, 2c + 1].
   float scores[4] = {-kInfinity, -kInfinity, -kInfinity, -kInfinity};
 
-  // Each turn has the weights of one block of keys, and then the scores of the next one and, which
-  // do not depend on them, the sums of weights and of P V. The first turns have blocks that there
-  // are not: copies are asked for ahead, and the weights are zeros.
+  // The first turns only ask for copies: they are for blocks before the first one, whose weights
+  // are zeros, as is the V that is copied for the last of them. The last turn's scores are unused.
   for (int block = first_block - kStages;;) {
     HeadPair largest = {{-kInfinity, -kInfinity}};
 #pragma unroll
@@ -226,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
       }
       if (!whole) let_next_grid_start();  // it waits for this one by itself
     }
-    // What was asked for kStages turns ago has landed, and the weights are there.
+    // `block` is the next one now. Its K and the last one's V have landed, the weights are there.
     copy_async_wait<kStages - 1>();
     __syncthreads();
 
@@ -303,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
       sum = 0.0f;
     }
     if (block == end_block) break;
-    __syncthreads();  // every warp is done with K, V and the weights, and says its largest scores
+    __syncthreads();  // every warp is done with K, V and weights, and has said its largest scores
   }
   copy_async_wait_all();
 

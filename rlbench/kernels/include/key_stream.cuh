@@ -1,5 +1,5 @@
-// Copying all keys and values of one sequence and KV head, in order, through a ring of stages in
-// shared memory: what keys.cuh does, for a thread block that does nothing but this block after block.
+// Copying the keys and values of one sequence and KV head to shared memory, block after block: what
+// keys.cuh does, for a kernel whose only business this is.
 #pragma once
 
 #include "copy.cuh"
@@ -58,8 +58,8 @@ class KeyStream {
     const int first_key = first_block * kBlockKeys;
     place = Tile::offset(first, chunk);
     const long long packed_row = kPaged ? 0 : static_cast<long long>(begin) + first_key + first;
-    k = rows_of(k_head + chunk * 8, packed_row, k_strides);
-    v = rows_of(v_head + chunk * 8, kPaged ? 0 : packed_row - kBlockKeys, v_strides);
+    k = rows_of(k_head + chunk * 8, packed_row, k_strides, own_lane);
+    v = rows_of(v_head + chunk * 8, kPaged ? 0 : packed_row - kBlockKeys, v_strides, own_lane);
     k.left = limit - first_key - first;
     v.left = 0;
     key = static_cast<unsigned>(first_key + own_lane / kRowsAtOnce * kStep + warp * kRowsAtOnce +
@@ -87,9 +87,12 @@ class KeyStream {
 
  private:
   static __device__ __forceinline__ Rows rows_of(const unsigned short* head, long long packed_row,
-                                                 const Strides& strides) {
+                                                 const Strides& strides, int own_lane) {
     Rows rows;
-    rows.source = reinterpret_cast<const unsigned char*>(head + packed_row * strides.row);
+    auto source = reinterpret_cast<unsigned long long>(head + packed_row * strides.row);
+    // Through a shuffle, so that an address is that plus a product and not a sum of their parts.
+    if constexpr (kPaged) source = __shfl_sync(kFullWarp, source, own_lane);
+    rows.source = reinterpret_cast<const unsigned char*>(source);
     rows.step = kStep * strides.row * 2;
     rows.page_stride = static_cast<unsigned>(strides.page / 8);
     rows.row_stride = static_cast<unsigned>(strides.row / 8);
