@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ from emulation.problems import (
     reference,
 )
 
-from rlbench.kernels.attention import decode
+from rlbench.kernels.attention import decode, stream
 from rlbench.kernels.attention.launch import Plan
 from rlbench.kernels.attention.request import BLOCK_KEYS, split_keys
 
@@ -109,11 +111,21 @@ def run_promised(problem: Problem, plan: str) -> Result:
     return run(promised, PLANS[plan](promised), LAZY)
 
 
+def test_pages_beyond_32_bits_of_chunks_are_not_streamed() -> None:
+    request = problem_of(SMALL).request
+    pages, *others = request.k.shape
+    strides = (2**35 // (pages - 1), *request.k.stride()[1:])
+    far = torch.empty_strided((pages, *others), strides, dtype=request.k.dtype, device="meta")
+    with mock.patch.object(stream, "fits", return_value=True):
+        assert stream.serves(request)
+        assert not stream.serves(replace(request, v=far))
+
+
 # What is below would not be noticed by an emulator that notices nothing.
 
 
 def test_a_copy_that_is_not_waited_for_is_noticed() -> None:
-    edit = Edit("attention_stream_sm90.cu", "copy_async_wait<2 * kStages - 1>();", "")
+    edit = Edit("attention_stream_sm90.cu", "copy_async_wait<kStages - 1>();", "")
     problem = problem_of(SMALL)
     result = run(problem, stream_plan(problem, whole=True), LAZY, edit)
     with pytest.raises(AssertionError, match="that differ"):
@@ -123,8 +135,8 @@ def test_a_copy_that_is_not_waited_for_is_noticed() -> None:
 def test_a_barrier_that_a_warp_skips_is_a_deadlock() -> None:
     edit = Edit(
         "attention_stream_sm90.cu",
-        "copy_async_wait<2 * kStages - 2>();\n    __syncthreads();",
-        "copy_async_wait<2 * kStages - 2>();\n    if (warp != 1) __syncthreads();",
+        "copy_async_wait<kStages - 1>();\n    __syncthreads();",
+        "copy_async_wait<kStages - 1>();\n    if (warp != 1) __syncthreads();",
     )
     problem = problem_of(SMALL)
     waiting = r"(?s)deadlock:.*block 0, threads 32 to 63: ended.*threads 64 to 255: .*__syncthreads"

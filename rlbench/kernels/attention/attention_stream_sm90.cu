@@ -6,8 +6,16 @@
 // transposed: the same products in the same order. Within a block of keys the warps share what no
 // sum needs whole: first the keys, 16 a warp, for the scores; then the columns of the output, 16 or
 // 32 a warp, for P V. In between, the largest scores and the rounded weights go through shared
-// memory. Copies run ahead: a tile of K or V is asked for as soon as the one kStages blocks before it
-// has been used up.
+// memory.
+//
+// A block of keys takes the tensor cores two chains, S and P V, in which each link waits for the
+// one before. So a turn first finds the weights of a block, and then its P V together with the
+// scores of the next block: neither chain waits for the other, and a turn has two barriers. K of
+// block n and V of block n - 1, which are needed together, are asked for kStages turns before that,
+// as soon as what was in their place has been used up.
+//
+// A step of decoding meets empty caches, also those of instructions, so there is little code: the
+// first copies are asked for by turns of the same loop that have no scores yet.
 //
 // With `work`, a thread block has one split, whose part attention_combine.cu merges with the others;
 // without, it has the whole sequence and merges at the end of each split in its registers.
@@ -16,7 +24,7 @@
 #include "copy.cuh"
 #include "decode_task.cuh"
 #include "definition.cuh"
-#include "keys.cuh"
+#include "key_stream.cuh"
 #include "merge.cuh"
 #include "mma.cuh"
 #include "numeric.cuh"
@@ -43,12 +51,14 @@ constexpr int kKeyTiles = kBlockKeys / 16;
 constexpr int kColumnTiles = kHeadDim / 16;
 constexpr int kWarpColumnTiles = (kColumnTiles + kWarps - 1) / kWarps;
 constexpr int kSummingWarp = kWarps - 1;
+constexpr int kSteps = kHeadDim / 16 > kKeyTiles ? kHeadDim / 16 : kKeyTiles;
 
 // Shared memory, in bytes from its beginning.
 constexpr int kRowBytes = kHeadDim * 2;
 constexpr int kTileBytes = kBlockKeys * kRowBytes;         // of K or V; a stage has both
-constexpr int kWeights = kStages * 2 * kTileBytes;         // [key][head]
-constexpr int kPairSums = kWeights + kBlockKeys * kHeads * 2;    // [pair of keys][head], float
+constexpr int kStageBytes = 2 * kTileBytes;
+constexpr int kWeights = kStages * kStageBytes;            // [key][head]
+constexpr int kPairSums = kWeights + kBlockKeys * kHeads * 2;  // [tile of keys][lane][2], float
 constexpr int kTileMax = kPairSums + kBlockKeys / 2 * kHeads * 4;  // [tile of keys][head], float
 constexpr int kInverse = kTileMax + kKeyTiles * kHeads * 4;      // [head], float
 constexpr int kSharedBytes = kInverse + kHeads * 4;
@@ -62,7 +72,16 @@ struct Tile {
     return swizzled_offset<kRowBytes>(row, chunk);
   }
 };
-using Keys = KeyRows<kHeadDim, kBlockKeys, kWarps, kPaged, Tile>;
+using Keys = KeyStream<kHeadDim, kBlockKeys, kWarps, kPaged, Tile>;
+
+// swizzled_offset(row, chunk + n) from that with n = 0 or 1, for an even chunk that is known.
+__device__ __forceinline__ unsigned k_offset(unsigned begin, int chunk) {
+  return (begin ^ (chunk % 8 * kChunkBytes)) + chunk / 8 * (8 * kChunkBytes);
+}
+
+__device__ __forceinline__ float2& shared_pair(unsigned char* memory, int begin, int index) {
+  return reinterpret_cast<float2*>(memory + begin)[index];
+}
 
 // One value for each head of the tile, as the lanes of a warp hold them: lane (g, c) those of the
 // heads 2c and 2c + 1, whatever g.
@@ -84,179 +103,195 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
     KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long splits_arg,
                 double scale_arg, double scale_log2_arg) {
   extern __shared__ __align__(128) unsigned char memory[];
-  const unsigned base = shared_address(memory);
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x % 32);
   // Through a shuffle, so that the compiler knows it to be the same in all lanes.
-  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
+  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x / 32), 0);
+  // And this, so that it is not found out again and again.
+  const unsigned base = __shfl_sync(kFullWarp, shared_address(memory), 0);
   const int g = lane / 4;  // fragment coordinates, as in mma.cuh
   const int c = lane % 4;
 
   const DecodeTask<kPaged> task(blockIdx.x, static_cast<unsigned>(sequences_arg),
                                 static_cast<unsigned>(kv_heads_arg),
                                 static_cast<unsigned>(group_arg), cu_seqlens_q, lengths_k);
-  if (!task.has_query) return;
   const int first_block = static_cast<int>(task.split) * kSplitBlocks;
   const int all_blocks = task.k_length > 0 ? (task.k_length + kBlockKeys - 1) / kBlockKeys : 0;
-  if (task.split > 0 && first_block >= all_blocks) return;
+  // Not one after the other: the second's loads would wait for the first's.
+  if (!task.has_query | (task.split > 0 & first_block >= all_blocks)) return;
   const bool whole = work == nullptr;
   // More keys than the caller said there would be have no result, and the row says so.
   const bool impossible = whole && task.k_length > splits_arg * kSplitKeys;
   const int last = whole ? (impossible ? 0 : all_blocks) : first_block + kSplitBlocks;
   const int end_block = last < all_blocks ? last : all_blocks;
 
-  const float scale_log2 = static_cast<float>(scale_log2_arg);
-
-  // --- copies ------------------------------------------------------------------------------------
-  const Strides k_strides = {k_page_stride, k_row_stride, k_head_stride};
-  const Strides v_strides = {v_page_stride, v_row_stride, v_head_stride};
-  const unsigned short* k_head = k + task.kv_head * k_strides.head;
-  const unsigned short* v_head = v + task.kv_head * v_strides.head;
-  Keys keys;
-  keys.table = kPaged ? block_table + task.sequence * table_stride : nullptr;
-  keys.page_size = static_cast<unsigned>(page_size_arg);
-  keys.first_row = task.k_begin;
-  keys.end = task.k_length;
-  const auto tile_of = [&](int block, int which) {  // 0 for K, 1 for V
-    const int stage = (block - first_block) % kStages;
-    return base + static_cast<unsigned>(stage * 2 + which) * kTileBytes;
-  };
-  // Start copying a block's K or V, a group each; the block is the one that was looked up last.
-  const auto copy_k = [&](int block) {
-    if (block < end_block) {
-      keys.copy(tile_of(block, 0), k_head, k_strides, block * kBlockKeys, warp, lane);
-    }
-    copy_async_commit();
-  };
-  const auto copy_v = [&](int block) {
-    if (block < end_block) {
-      keys.copy(tile_of(block, 1), v_head, v_strides, block * kBlockKeys, warp, lane);
-    }
-    copy_async_commit();
-  };
-#pragma unroll
-  for (int ahead = 0; ahead < kStages; ++ahead) {
-    keys.find((first_block + ahead) * kBlockKeys, warp, lane);
-    copy_k(first_block + ahead);
-    copy_v(first_block + ahead);
-  }
-
-  unsigned q_fragments[kHeadDim / 16][2];
-  task.load_query<kHeadDim>(q_fragments, q, q_row_stride, q_head_stride, lane);
-
-  if (!whole) let_next_grid_start();  // it waits for this one by itself
+  // Through a shuffle, so that it is computed once.
+  const float scale_log2 = __shfl_sync(kFullWarp, static_cast<float>(scale_log2_arg), 0);
 
   // --- the state: of this split, and of those before it ------------------------------------------
   HeadPair max = {{-kInfinity, -kInfinity}}, total_max = max;
+  HeadPair scaled = {{0.0f, 0.0f}};  // what is subtracted from scaled scores
   float acc[kWarpColumnTiles][4] = {};  // [columns g, g + 8][heads 2c, 2c + 1]
   float total_acc[kWarpColumnTiles][4] = {};
   float sum = 0.0f, total_sum = 0.0f;  // the summing warp's lane 4 h + q: l[q] of head h
-  const bool has_keys = warp < kKeyTiles;
 
-  for (int block = first_block; block < end_block; ++block) {
-    // K has landed (after it came V and the K and V of kStages - 1 blocks, but for the last V), and
-    // every warp is done with the last block's V.
-    copy_async_wait<2 * kStages - 2>();
-    __syncthreads();
-    if (block > first_block) copy_v(block + kStages - 1);
-    keys.find((block + kStages) * kBlockKeys, warp, lane);
-    const unsigned k_tile = tile_of(block, 0);
-    const unsigned v_tile = tile_of(block, 1);
+  // --- copies ------------------------------------------------------------------------------------
+  // K of block n is in stage n % kStages, V in the other half of it.
+  unsigned k_tile = base, v_tile = base + (kStages - 1) * kStageBytes + kTileBytes;
+  const auto go_on = [&] {
+    v_tile = k_tile + kTileBytes;
+    k_tile += kStageBytes;
+    if (k_tile == base + kStages * kStageBytes) k_tile = base;
+  };
+  const int split_end = end_block * kBlockKeys;
+  const int end_key = split_end < task.k_length ? split_end : task.k_length;
+  const int* pages = kPaged ? block_table + task.sequence * table_stride : nullptr;
+  Keys keys(k + task.kv_head * k_head_stride, {k_page_stride, k_row_stride, k_head_stride},
+            v + task.kv_head * v_head_stride, {v_page_stride, v_row_stride, v_head_stride},
+            task.k_begin, pages, page_size_arg, first_block, end_key, warp, lane);
+  // K of a block and V of the one before it, a group of copies.
+  const auto ask = [&](int block) {
+    keys.ask(k_tile, block < end_block, v_tile, block <= end_block);
+    copy_async_commit();
+  };
 
-    // Scores of this warp's 16 keys: [keys g, g + 8][heads 2c, 2c + 1].
-    float scores[4] = {};
-    if (has_keys) {
+  // --- turns -------------------------------------------------------------------------------------
+  const bool has_keys = kKeyTiles == kWarps || warp < kKeyTiles;
+  const bool has_columns = kColumnTiles >= kWarps || warp < kColumnTiles;
+  int merge_at = first_block + kSplitBlocks < end_block ? first_block + kSplitBlocks : end_block;
+
+  // Where this lane's rows of the matrices in a tile are, and the query.
+  unsigned k_begin, v_begins[kWarpColumnTiles];
+  unsigned q_fragments[kHeadDim / 16][2];
+  // Of this warp's 16 keys: [keys g, g + 8][heads 2c, 2c + 1].
+  float scores[4] = {-kInfinity, -kInfinity, -kInfinity, -kInfinity};
+
+  // The first turns only ask for copies: they are for blocks before the first one, whose weights
+  // are zeros, as is the V that is copied for the last of them. The last turn's scores are unused.
+  for (int block = first_block - kStages;;) {
+    HeadPair largest = {{-kInfinity, -kInfinity}};
 #pragma unroll
-      for (int d = 0; d < kHeadDim / 16; ++d) {
-        unsigned a[4];
-        load_matrices(a, k_tile + swizzled_offset<kRowBytes>(warp * 16 + lane % 16,
-                                                             2 * d + lane / 16));
-        mma_m16n8k16<Element>(scores, a, q_fragments[d][0], q_fragments[d][1]);
-      }
-      const int first_key = block * kBlockKeys + warp * 16;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (first_key + g + e / 2 * 8 >= task.k_length) scores[e] = -kInfinity;
-      }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float largest = largest_of_keys(scores[h], scores[h + 2]);
-        if (g == 0) shared_float(memory, kTileMax, warp * kHeads + 2 * c + h) = largest;
-      }
+    for (int tile = 0; tile < kKeyTiles; ++tile) {
+      const float2 heads = shared_pair(memory, kTileMax, tile * (kHeads / 2) + c);
+      largest.of[0] = fmaxf(largest.of[0], heads.x);
+      largest.of[1] = fmaxf(largest.of[1], heads.y);
     }
-    __syncthreads();  // every warp is done with K
-    copy_k(block + kStages);
+#pragma unroll
+    for (float& each : largest.of) each = block < first_block ? -kInfinity : each;
+    ask(block + kStages);
+    go_on();
 
     // What the block's weights are relative to; all warps find the same.
-    HeadPair rescale, scaled;
-    bool changed = false;
+    HeadPair next;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float largest = -kInfinity;
+    for (int h = 0; h < 2; ++h) next.of[h] = next_reference(max.of[h], largest.of[h], scale_log2);
+    if (__any_sync(kFullWarp, next.of[0] != max.of[0] || next.of[1] != max.of[1])) {
+      HeadPair rescale;
 #pragma unroll
-      for (int tile = 0; tile < kKeyTiles; ++tile) {
-        largest = fmaxf(largest, shared_float(memory, kTileMax, tile * kHeads + 2 * c + h));
+      for (int h = 0; h < 2; ++h) {
+        const float reference = next.of[h] == -kInfinity ? 0.0f : next.of[h];
+        rescale.of[h] = exp2_approx(__fmul_rn(__fsub_rn(max.of[h], reference), scale_log2));
+        scaled.of[h] = __fmul_rn(reference, scale_log2);
       }
-      const float next = next_reference(max.of[h], largest, scale_log2);
-      const float reference = next == -kInfinity ? 0.0f : next;
-      rescale.of[h] = exp2_approx(__fmul_rn(__fsub_rn(max.of[h], reference), scale_log2));
-      scaled.of[h] = __fmul_rn(reference, scale_log2);
-      changed = changed || next != max.of[h];
-      max.of[h] = next;
-    }
-    changed = __any_sync(kFullWarp, changed);
-
-    if (has_keys) {
-      float pair[2][2];  // [keys g, keys g + 8][head]
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        scores[e] = exp2_approx(__fmaf_rn(scores[e], scale_log2, -scaled.of[e % 2]));
-        // Keys 2q and 2q + 1 are in lanes whose g differ in the last bit.
-        pair[e / 2][e % 2] = __fadd_rn(scores[e], __shfl_xor_sync(kFullWarp, scores[e], 4));
-      }
-      unsigned* weights = reinterpret_cast<unsigned*>(memory + kWeights);
-      weights[(warp * 16 + g) * (kHeads / 2) + c] = Element::pack(scores[0], scores[1]);
-      weights[(warp * 16 + g + 8) * (kHeads / 2) + c] = Element::pack(scores[2], scores[3]);
-      // Of the two lanes that have a pair, the even one writes head 2c's, the odd one the other's.
-      const int index = (warp * 8 + g / 2) * kHeads + 2 * c + g % 2;
-      shared_float(memory, kPairSums, index) = g % 2 == 0 ? pair[0][0] : pair[0][1];
-      shared_float(memory, kPairSums, index + 4 * kHeads) = g % 2 == 0 ? pair[1][0] : pair[1][1];
-    }
-    copy_async_wait<2 * kStages - 1>();  // V has landed
-    __syncthreads();
-
-    if (warp == kSummingWarp) {
-      if (changed) sum = __fmul_rn(sum, rescale.of_own_head(lane));
-#pragma unroll
-      for (int t = 0; t < kBlockKeys / 8; ++t) {
-        const int pair = t * 4 + c;
-        sum = __fadd_rn(sum, shared_float(memory, kPairSums, pair * kHeads + lane / 4));
-      }
-    }
-    if (changed) {
+      max = next;
+      sum = __fmul_rn(sum, rescale.of_own_head(lane));
 #pragma unroll
       for (int i = 0; i < kWarpColumnTiles; ++i) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) acc[i][e] = __fmul_rn(acc[i][e], rescale.of[e % 2]);
       }
     }
+
+    if (has_keys) {
+      float p[4], pairs[2];  // of keys g and keys g + 8, and of this lane's head
 #pragma unroll
-    for (int step = 0; step < kKeyTiles; ++step) {
-      unsigned b[2];
-      load_two_transposed(b, base + kWeights + (step * 16 + lane % 16) * (kHeads * 2));
-      const int row = step * 16 + lane % 8 + lane / 16 * 8;
-#pragma unroll
-      for (int i = 0; i < kWarpColumnTiles; ++i) {
-        const int column_tile = warp * kWarpColumnTiles + i;
-        if (column_tile < kColumnTiles) {
-          unsigned a[4];
-          load_matrices_transposed(
-              a, v_tile + swizzled_offset<kRowBytes>(row, 2 * column_tile + lane / 8 % 2));
-          mma_m16n8k16<Element>(acc[i], a, b[0], b[1]);
-        }
+      for (int e = 0; e < 4; ++e) {
+        p[e] = exp2_approx(__fmaf_rn(scores[e], scale_log2, -scaled.of[e % 2]));
       }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // Keys 2q and 2q + 1 are in lanes whose g differ in the last bit.
+        const float even = p[2 * half], odd = p[2 * half + 1];
+        pairs[half] = __fadd_rn(g % 2 == 0 ? even : odd,
+                                __shfl_xor_sync(kFullWarp, g % 2 == 0 ? odd : even, 4));
+      }
+      unsigned* rows = reinterpret_cast<unsigned*>(memory + kWeights);
+      rows[(warp * 16 + g) * (kHeads / 2) + c] = Element::pack(p[0], p[1]);
+      rows[(warp * 16 + g + 8) * (kHeads / 2) + c] = Element::pack(p[2], p[3]);
+      // For the summing warp's lane 4 h + q.
+      shared_pair(memory, kPairSums, warp * 32 + (2 * c + g % 2) * 4 + g / 2) =
+          make_float2(pairs[0], pairs[1]);
     }
 
-    if (whole && ((block + 1) % kSplitBlocks == 0 || block + 1 == end_block)) {
+    if (++block <= first_block) {
+      if (block < first_block) continue;
+      unsigned thread = threadIdx.x;
+      asm volatile("" : "+r"(thread));  // so that nothing of this is done before the first copies
+      const int own = static_cast<int>(thread % 32);
+      task.load_query<kHeadDim>(q_fragments, q, q_row_stride, q_head_stride, own);
+      k_begin = swizzled_offset<kRowBytes>(warp * 16 + own % 16, own / 16);
+#pragma unroll
+      for (int i = 0; i < kWarpColumnTiles; ++i) {
+        v_begins[i] = swizzled_offset<kRowBytes>(
+            own % 8 + own / 16 * 8, 2 * (warp * kWarpColumnTiles + i) + own / 8 % 2);
+      }
+      if (!whole) let_next_grid_start();  // it waits for this one by itself
+    }
+    // `block` is the next one now. Its K and the last one's V have landed, the weights are there.
+    copy_async_wait<kStages - 1>();
+    __syncthreads();
+
+#pragma unroll
+    for (float& score : scores) score = 0.0f;
+    unsigned weights[4];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (step < kHeadDim / 16 && has_keys) {
+        unsigned a[4];
+        load_matrices(a, k_tile + k_offset(k_begin, 2 * step));
+        mma_m16n8k16<Element>(scores, a, q_fragments[step][0], q_fragments[step][1]);
+      }
+      if (step >= kKeyTiles) continue;
+      if (step % 2 == 0) {
+        if (step + 1 < kKeyTiles) {
+          load_matrices_transposed(weights,
+                                   base + kWeights + (step * 16 + lane) * (kHeads * 2));
+        } else {
+          unsigned last[2];
+          load_two_transposed(last, base + kWeights + (step * 16 + lane % 16) * (kHeads * 2));
+          weights[0] = last[0];
+          weights[1] = last[1];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kWarpColumnTiles; ++i) {
+        if (has_columns) {
+          unsigned a[4];
+          load_matrices_transposed(a, v_tile + v_begins[i] + step * (16 * kRowBytes));
+          mma_m16n8k16<Element>(acc[i], a, weights[step % 2 * 2], weights[step % 2 * 2 + 1]);
+        }
+      }
+      if (warp == kSummingWarp) {
+        const float2 pairs = shared_pair(memory, kPairSums + step * 32 * 8, lane);
+        sum = __fadd_rn(__fadd_rn(sum, pairs.x), pairs.y);
+      }
+    }
+    if (has_keys) {
+      const int first_key = block * kBlockKeys + warp * 16;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (first_key + g + e / 2 * 8 >= task.k_length) scores[e] = -kInfinity;
+      }
+      // Lanes whose g is even go on with head 2c, the others with head 2c + 1.
+      const float even = fmaxf(scores[0], scores[2]), odd = fmaxf(scores[1], scores[3]);
+      float largest = fmaxf(g % 2 == 0 ? even : odd,
+                            __shfl_xor_sync(kFullWarp, g % 2 == 0 ? odd : even, 4));
+      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 8));
+      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 16));
+      if (g < 2) shared_float(memory, kTileMax, warp * kHeads + 2 * c + g) = largest;
+    }
+
+    if (whole && block == merge_at) {
+      merge_at = merge_at + kSplitBlocks < end_block ? merge_at + kSplitBlocks : end_block;
       const MergeScales scales[2] = {MergeScales(total_max.of[0], max.of[0], scale_log2),
                                      MergeScales(total_max.of[1], max.of[1], scale_log2)};
       const HeadPair old = {{scales[0].old, scales[1].old}};
@@ -274,8 +309,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
       }
       total_max = {{scales[0].max, scales[1].max}};
       max = {{-kInfinity, -kInfinity}};
+      scaled = {{0.0f, 0.0f}};
       sum = 0.0f;
     }
+    if (block == end_block) break;
+    __syncthreads();  // every warp is done with K, V and weights, and has said its largest scores
   }
   copy_async_wait_all();
 

@@ -13,6 +13,8 @@ from rlbench.kernels.attention.request import BLOCK_KEYS, HEADS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import Tensor
+
     from rlbench.kernels.attention.request import Request
 
 _CAPABILITIES = range(9, 12)  # from 12 on shared memory is too small
@@ -44,9 +46,16 @@ def variants() -> Iterator[Variant]:
 
 def serves(request: Request) -> bool:
     """Whether the call is a decode step; the bits are the same whoever serves it."""
-    if request.max_seqlen_q != 1:
+    if request.max_seqlen_q != 1 or not all(map(_reaches, (request.k, request.v))):
         return False
     return fits(Variant(*request.build), request.device, _CAPABILITIES)
+
+
+def _reaches(tensor: Tensor) -> bool:
+    """Whether 32 bits are enough for where a key is in a tensor with pages, in 16-byte chunks."""
+    *sizes, _, _ = tensor.shape
+    last = sum((n - 1) * stride for n, stride in zip(sizes, tensor.stride(), strict=False))
+    return tensor.dim() == 3 or last // 8 < 2**32
 
 
 def plan(request: Request) -> Plan:

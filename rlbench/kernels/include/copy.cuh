@@ -32,6 +32,20 @@ __device__ __forceinline__ void copy_async(unsigned shared, const void* global) 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
+// Starts copying one chunk if it is wanted: zeros if it is absent.
+__device__ __forceinline__ void copy_async_if(bool wanted, unsigned shared, const void* global,
+                                              bool present) {
+  const int source_bytes = present ? kChunkBytes : 0;
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %3, 0;\n"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16, %2;\n"
+      "}" ::"r"(shared),
+      "l"(global), "r"(source_bytes), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+
 // Starts bringing so many bytes into the L2 (sm_90 and newer).
 template <int kBytes>
 __device__ __forceinline__ void prefetch_to_l2(const void* global) {

@@ -37,19 +37,19 @@ struct DecodeTask {
     k_length = kPaged ? lengths_k[sequence] : lengths_k[sequence + 1] - k_begin;
   }
 
-  // The query's fragments of B, one for each k16 step; zeros for heads that there are not.
+  // The query's fragments of B, one for each k16 step. A head that there is not gets the last one's:
+  // nobody asks for its results.
   template <int kHeadDim>
   __device__ __forceinline__ void load_query(unsigned (&fragments)[kHeadDim / 16][2],
                                              const unsigned short* q, long long row_stride,
                                              long long head_stride, int lane) const {
-    const int head = lane / 4;
+    const int head = lane / 4 < heads ? lane / 4 : heads - 1;
     q += q_row * row_stride + (first_head + head) * head_stride + lane % 4 * 2;
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; ++d) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        fragments[d][half] =
-            head < heads ? *reinterpret_cast<const unsigned*>(q + 16 * d + 8 * half) : 0u;
+        fragments[d][half] = *reinterpret_cast<const unsigned*>(q + 16 * d + 8 * half);
       }
     }
   }

@@ -20,7 +20,7 @@
 
 extern "C" float fmaxf(float, float);
 
-struct float2 {
+struct alignas(8) float2 {
   float x, y;
 };
 struct float4 {

@@ -13,7 +13,7 @@ import torch
 from rlbench.kernels.attention.request import ELEMENTS, Request, split_keys
 
 NAN = float("nan")
-NO_PAGE = 2**30
+NO_PAGE = 10**6 + 3  # no power of two, of which 32 bits may leave page 0
 
 
 class Case(NamedTuple):

@@ -25,6 +25,10 @@ inline void copy_async(unsigned shared, const void* global) {
   emulator::start_copy(shared, global, true);
 }
 
+inline void copy_async_if(bool wanted, unsigned shared, const void* global, bool present) {
+  if (wanted) emulator::start_copy(shared, global, present);
+}
+
 template <int kBytes>
 void prefetch_to_l2(const void* global) {
   emulator::check_global(global, kBytes);
