@@ -11,6 +11,12 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives; the phase is not complete before so many more bytes of boxes (tma.cuh) are there, too.
+__device__ __forceinline__ void mbarrier_arrive_expecting(unsigned barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
 // Arrives once all cp.asyncs that this thread has started are done.
 __device__ __forceinline__ void mbarrier_arrive_after_copies(unsigned barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
@@ -27,7 +33,8 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
       : "memory");
 }
 
-// Makes what was written to shared memory by ordinary means, and cp.async, visible to wgmma.
+// Makes what was written to shared memory by ordinary means, and cp.async, visible to wgmma, and
+// barriers that were initialized to TMA.
 __device__ __forceinline__ void fence_for_wgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -9,6 +9,10 @@ inline void mbarrier_init(unsigned barrier, unsigned arrivals) {
   emulator::barrier_init(barrier, arrivals);
 }
 inline void mbarrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier); }
+inline void mbarrier_arrive_expecting(unsigned barrier, unsigned bytes) {
+  emulator::barrier_expect(barrier, bytes);
+  emulator::barrier_arrive(barrier);
+}
 inline void mbarrier_arrive_after_copies(unsigned barrier) {
   emulator::arrive_after_copies(barrier);
 }
