@@ -1,5 +1,5 @@
-// Attention for prefills and chunks on Hopper: wgmma, one producer and two consumer warpgroups, the
-// bits of attention_generic.cu, whose head defines the result.
+// Attention for prefills and chunks on Hopper: wgmma, one producer and two or three consumer
+// warpgroups, the bits of attention_generic.cu, whose head defines the result.
 //
 // What is the same, and why the bits are: a warp has 16 rows and the accumulators are in the same
 // lanes, so masks, softmax, weights and merging are the generic kernel's own code; a wgmma k16 step
@@ -7,7 +7,7 @@
 //
 // THE SCHEDULE
 //
-// A thread block takes tiles of 128 rows, (position, head in group) pairs, 64 for each consumer
+// A thread block takes tiles of rows, (position, head in group) pairs, 64 for each consumer
 // warpgroup: every gridDim.x-th of all tiles, the longest first. The producer runs ahead, into the
 // next tile, too. It copies Q, and K and V into two stages each, zeros for absent ones. A consumer
 // starts the next block's scores, then the last block's P V, and does its softmax while the latter
@@ -35,7 +35,7 @@
 #include "wgmma.cuh"
 
 // The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), TMA (0, 1),
-// SHARED_BYTES (what the launch reserves), KERNEL_NAME.
+// CONSUMERS (2, 3), SHARED_BYTES (what the launch reserves), KERNEL_NAME.
 
 using namespace rlbench;
 
@@ -46,7 +46,7 @@ constexpr bool kPaged = PAGED != 0;
 constexpr bool kTma = TMA != 0;
 using Element = ELEMENT;
 
-constexpr int kConsumers = 2;                        // warpgroups
+constexpr int kConsumers = CONSUMERS;                // warpgroups
 constexpr int kTileRows = 64 * kConsumers;
 constexpr int kConsumerThreads = 128 * kConsumers;
 constexpr int kThreads = 128 + kConsumerThreads;     // the producer comes first
@@ -72,8 +72,9 @@ static_assert(kKeyPanel % kAlignment == 0 && kQPanel % kAlignment == 0, "panels 
 
 // Registers of a thread. Together they are what the block was launched with, or a warpgroup waits for
 // registers that nobody gives.
-constexpr int kProducerRegisters = kTma ? 24 : 56;
-constexpr int kConsumerRegisters = kTma ? 240 : 224;
+static_assert(kConsumers == 2 || (kConsumers == 3 && kTma), "registers for consumers");
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kTma ? 24 : 56;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kTma ? 240 : 224;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                   (1 + kConsumers) * (65536 / kThreads / 8 * 8),
               "the launch's registers");
@@ -82,9 +83,10 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
 constexpr int kQWarps = kTma ? 3 : 4;
 constexpr int kKeyArrivals = kTma ? 1 : 128;
 
-// Whether the consumers start their products in turns, so that one's softmax runs under the other's
-// products instead of both waiting for a tensor core that they share.
+// Whether the consumers start their products in turns, so that one's softmax runs under another's
+// products instead of all waiting for a tensor core that they share.
 constexpr bool kTurns = kHeadDim <= 128;
+constexpr int kTurnThreads = 256;  // one that gives way, and the next one
 
 struct KeyTile {
   static constexpr int kRowBytes = 128;
@@ -308,7 +310,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const unsigned thread = threadIdx.x - 128;
   const float scale_log2 = static_cast<float>(scale_log2_arg);
   const unsigned q_rows = base + kQTile + consumer * 64 * 128;
-  bool in_turn = false;  // the other one has given way to this one before
+  const int next_consumer = consumer + 1 < kConsumers ? consumer + 1 : 0;
+  bool in_turn = false;  // this one has had a turn before
 
   const auto release = [&](unsigned empty) {
     __syncwarp();
@@ -380,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
       mbarrier_wait(barrier(kFullV, before.stage), before.parity);
       see_copies();
-      if (kTurns && (consumer == 1 || in_turn)) named_barrier(1 + consumer, kConsumerThreads);
+      if (kTurns && (consumer > 0 || in_turn)) named_barrier(1 + consumer, kTurnThreads);
       in_turn = true;
       keep_order(scores);
       keep_order(acc);
@@ -390,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       wgmma_commit();
       start_values(acc, weights, base + kVTiles + before.stage * kStageBytes, !fresh);
       wgmma_commit();
-      if (kTurns) named_barrier_arrive(2 - consumer, kConsumerThreads);
+      if (kTurns) named_barrier_arrive(1 + next_consumer, kTurnThreads);
       fresh = false;
       wgmma_wait<1>();
       keep_order(scores);
@@ -438,6 +441,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     tile_rows().write<Element>(softmax, acc, out, out_row_stride, out_head_stride, lse, scale_arg,
                                blocks != seen, warp_row, lane);
   }
-  // The other one's last giving way is met, so that none is left over.
-  if (kTurns && consumer == 0 && in_turn) named_barrier(1, kConsumerThreads);
+  // The last giving way is met, so that none is left over.
+  if (kTurns && consumer == 0 && in_turn) named_barrier(1, kTurnThreads);
 }

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SWITCH = "RLBENCH_ATTENTION_TMA"
 """Environment variable: 0 has packed keys copied by cp.async, as pages are, with the same bits."""
 _K, _V = 1, 2  # among the pointers
+_NARROW = 64  # head dim
 _STAGES = 2  # of K and of V
 _CAPABILITIES = range(9, 10)  # wgmma
 
@@ -31,13 +32,28 @@ class Variant(Family):
 
     name: ClassVar[str] = "prefill"
     source: ClassVar[str] = "attention/attention_prefill_sm90"
-    tile_rows: ClassVar[int] = 128
-    """64 for each of two consumer warpgroups, beside which there is the producer's."""
-    row_threads: ClassVar[int] = 256
-    threads: ClassVar[int] = 128 + 256
 
     tma: bool = False
     """Packed K and V come by TMA. It does not change the bits."""
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups: as many as find registers for their accumulators."""
+        return 3 if self.tma and self.head_dim == _NARROW else 2
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a thread block."""
+        return 64 * self.consumers
+
+    @property
+    def row_threads(self) -> int:
+        return 128 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumers, and the producer's warpgroup."""
+        return 128 + self.row_threads
 
     @property
     def kernel(self) -> str:
@@ -53,7 +69,7 @@ class Variant(Family):
     @property
     def defines(self) -> dict[str, str | int]:
         """The macros that the source takes."""
-        return {**super().defines, "TMA": int(self.tma)}
+        return {**super().defines, "TMA": int(self.tma), "CONSUMERS": self.consumers}
 
 
 def variants() -> Iterator[Variant]:
