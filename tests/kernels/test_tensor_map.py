@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -15,7 +16,7 @@ pytest.importorskip("cuda.core", reason="needs cuda-core to plan: pip install 'r
 from emulation.launches import prefill_plan_on
 from emulation.problems import Case, Problem, problem_of
 
-from rlbench.kernels.attention import prefill, tensor_map
+from rlbench.kernels.attention import launch, prefill, tensor_map
 from rlbench.kernels.attention.tensor_map import TensorMap, of_keys
 
 if TYPE_CHECKING:
@@ -86,10 +87,10 @@ def packed(page_size: int | None = None) -> Problem:
 
 def test_plan_uses_tma_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     def build_of(problem: Problem) -> prefill.Variant:
-        (launch,) = prefill_plan_on(problem, sms=1).launches
-        assert isinstance(launch.kernel, prefill.Variant)
-        assert [each.pointer for each in launch.maps] == ([1, 2] if launch.kernel.tma else [])
-        return launch.kernel
+        (one,) = prefill_plan_on(problem, sms=1).launches
+        assert isinstance(one.kernel, prefill.Variant)
+        assert [each.pointer for each in one.maps] == ([1, 2] if one.kernel.tma else [])
+        return one.kernel
 
     problem = packed()
     assert build_of(problem) == prefill.Variant(64, "Bf16", paged=False, tma=True)
@@ -140,3 +141,18 @@ def test_what_the_driver_refuses_is_an_error() -> None:
     it = map_of((100, 2, 128), (256, 128, 1))
     with pytest.raises(RuntimeError, match=r"INVALID_VALUE.* RLBENCH_ATTENTION_TMA=0"):
         tensor_map.encoded(it, 0x7F0000000008)
+
+
+@pytest.mark.usefixtures("driver_function")
+def test_parameters_are_where_the_driver_looks() -> None:
+    it = map_of((100, 2, 128), (256, 128, 1))
+    pointers, numbers = (0x7F0000000000, 0x7F0000010000), (-3, 2**40, 0.125)
+    launch._parameters.cache_clear()
+    address = launch._parameters(pointers, numbers, (it, it._replace(pointer=0))).address
+    places = (ctypes.c_void_p * 7).from_address(address)
+    words = [ctypes.string_at(place, 8) for place in places if place]
+    assert words[:5] == [struct.pack("<q", n) for n in (*pointers, *numbers[:2])] + [
+        struct.pack("<d", numbers[2])
+    ]
+    # Encoded in this order, by what the stand-in leaves.
+    assert words[5:] == [bytes([1]) * 8, bytes([2]) * 8]
