@@ -155,12 +155,36 @@ def test_prefill_kernel_has_the_generic_kernels_bits(
             return run_paged(sequences, page_size, generator, causal=causal)
         return run(sequences, causal=causal)
 
+    monkeypatch.setenv(prefill.SWITCH, "1")
     fast = results()
+    monkeypatch.setenv(prefill.SWITCH, "0")
+    without_tma = results()
     monkeypatch.setattr(prefill, "serves", lambda *_: False)
-    for n, result, want in zip(lengths, fast, results(), strict=True):
+    for n, result, other, want in zip(lengths, fast, without_tma, results(), strict=True):
+        assert same_bits(other.out, want.out), n
+        assert same_bits(other.lse, want.lse), n
         assert same_bits(result.out, want.out), n
         assert same_bits(result.lse, want.lse), n
         assert_close(result, reference(sequences[lengths.index(n)], causal=causal))
+
+
+@hopper
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tma", ["1", "0"])
+def test_prefill_sees_nothing_of_the_next_sequence(
+    shape: tuple[int, int, int],
+    tma: str,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(prefill.SWITCH, tma)
+    sequences = [make(lq, lk, shape, torch.bfloat16, generator) for lq, lk in ((90, 203), (9, 150))]
+    want = run(sequences)[0]
+    sequences[1].k.fill_(NAN)
+    sequences[1].v.fill_(NAN)
+    got = run(sequences)[0]
+    assert same_bits(got.out, want.out)
+    assert same_bits(got.lse, want.lse)
 
 
 @hopper

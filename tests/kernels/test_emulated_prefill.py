@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from emulation.builds import (
 from emulation.launches import generic_plan, generic_result, prefill_plan, prefill_plan_on, run
 from emulation.problems import (
     Case,
+    Problem,
     Result,
     assert_close,
     assert_same_bits,
@@ -58,7 +61,26 @@ CASES = [
     case(256, torch.bfloat16, 16, 8, 1, causal=True),
 ]
 SMALL = CASES[1]._replace(lengths=((30, 300), (30, 200), (30, 30)), causal=True)
+PACKED = [case for case in CASES if case.page_size is None]
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def before_poison(case: Case, *, causal: bool) -> tuple[Problem, slice, Result]:
+    """Three sequences whose keys end within blocks, NaN and infinity for the keys of the second; the
+    rows of the first; and what they have to be."""
+    block = BLOCK_KEYS[case.head_dim]
+    first, second = (40, 2 * block + 3), (9, block + 1)
+    problem = problem_of(case._replace(lengths=(first, second, (2, 5)), causal=causal))
+    k, v = problem.request.k.clone(), problem.request.v.clone()
+    poisoned = slice(first[1], first[1] + second[1])
+    k[poisoned], v[poisoned] = float("inf"), float("nan")
+    clean = slice(first[0])
+    want = only(clean, generic_result(problem.case))
+    return replace(problem, request=replace(problem.request, k=k, v=v)), clean, want
+
+
+def only(rows: slice, result: Result) -> Result:
+    return Result(result.out[rows], result.lse[rows])
 
 
 @each_case
@@ -76,6 +98,25 @@ def test_prefill_kernel_has_the_generic_kernels_bits(
     assert_same_bits(result, generic_result(case))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("case", PACKED, ids=str)
+@pytest.mark.parametrize(("blocks", "schedule"), [(1, LAZY_SHUFFLED), (3, SHUFFLED)], ids=str)
+def test_prefill_kernel_has_them_with_tma_too(
+    case: Case, causal: bool, blocks: int, schedule: Schedule
+) -> None:
+    problem = problem_of(case._replace(causal=causal))
+    result = run(problem, prefill_plan(problem, blocks, tma=True), schedule)
+    assert_same_bits(result, generic_result(problem.case))
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_tma_gives_zeros_for_the_next_sequence(case: Case, causal: bool) -> None:
+    problem, clean, want = before_poison(case, causal=causal)
+    result = run(problem, prefill_plan(problem, 2, tma=True), LAZY_SHUFFLED)
+    assert_same_bits(only(clean, result), want)
+
+
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_a_thread_block_for_each_tile_has_these_bits_too(case: Case) -> None:
     problem = problem_of(case)
@@ -83,25 +124,31 @@ def test_a_thread_block_for_each_tile_has_these_bits_too(case: Case) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("schedule", [EAGER, LAZY, LAZY_SHUFFLED], ids=str)
-def test_even_sequences_have_these_bits_too(causal: bool, schedule: Schedule) -> None:
-    problem = problem_of(SMALL._replace(causal=causal))
+def test_even_sequences_have_these_bits_too(
+    causal: bool, page_size: int | None, schedule: Schedule
+) -> None:
+    problem = problem_of(SMALL._replace(causal=causal, page_size=page_size))
     plan = prefill_plan_on(problem, sms=2)
+    assert bool(plan.launches[0].maps) == (page_size is None)
     assert plan.launches[0].config.grid[0] == 2  # of the 6 tiles
     assert_same_bits(run(problem, plan, schedule), generic_result(problem.case))
 
 
-def test_more_keys_than_promised_are_nan() -> None:
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_more_keys_than_promised_are_nan(page_size: int | None) -> None:
     split = split_keys(64)
-    problem = problem_of(SMALL._replace(lengths=((2, split), (2, split + 1), (2, 40))))
+    lengths = ((2, split), (2, split + 1), (2, 40))
+    problem = problem_of(SMALL._replace(lengths=lengths, page_size=page_size))
     promised = problem.promised(splits=1)
     whole = generic_result(problem.case)
-    for plan in (generic_plan(promised), prefill_plan(promised)):
+    for plan in (generic_plan(promised), prefill_plan(promised), prefill_plan(promised, tma=True)):
         result = run(promised, plan, LAZY)
         assert result.out[3].isnan().all()  # the row before it may be, too
         assert result.lse[3].isnan().all()
         for rows in (slice(2), slice(4, None)):
-            assert_same_bits(Result(*(t[rows] for t in result)), Result(*(t[rows] for t in whole)))
+            assert_same_bits(only(rows, result), only(rows, whole))
 
 
 # What is below would not be noticed by an emulator that notices nothing.
@@ -121,6 +168,37 @@ def test_a_missing_wait_is_noticed(wait: str, schedule: Schedule) -> None:
     want = generic_result(SMALL)
     with pytest.raises(AssertionError, match=r"that differ|deadlock:"):
         assert_same_bits(run(problem, prefill_plan(problem, 1), schedule, edit), want)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "schedule"),
+    [
+        ("mbarrier_wait(empty_q, earlier_tiles % 2 ^ 1);", "", EAGER),
+        ("mbarrier_wait(barrier(kFullV, turn.stage), turn.parity);", "", LAZY),
+        ("mbarrier_wait(barrier(empty, turn.stage), turn.parity ^ 1);", "", EAGER),
+        ("mbarrier_arrive_expecting(barrier(full", "mbarrier_arrive_expecting(barrier(empty", LAZY),
+        ("turn.stage), kStageBytes);", "turn.stage), kStageBytes / 2);", EAGER),
+        ("copy_async_wait_all();\n      fence", "fence", LAZY),
+    ],
+)
+def test_what_is_wrong_with_tma_is_noticed(old: str, new: str, schedule: Schedule) -> None:
+    problem = problem_of(SMALL._replace(page_size=None))
+    edit = Edit("attention_prefill_sm90.cu", old, new)
+    with pytest.raises(AssertionError, match=r"that differ|deadlock:|fault:"):
+        assert_same_bits(
+            run(problem, prefill_plan(problem, 1, tma=True), schedule, edit),
+            generic_result(problem.case),
+        )
+
+
+def test_a_box_that_reaches_into_the_next_sequence_is_noticed() -> None:
+    problem, clean, want = before_poison(PACKED[0], causal=False)
+    rows = "const int end = rows.limit(kTileRows - 1);\n"
+    edit = Edit("attention_prefill_sm90.cu", rows, rows.replace(";", " + 1;"))
+    with pytest.raises(AssertionError, match="that differ"):
+        assert_same_bits(
+            only(clean, run(problem, prefill_plan(problem, 2, tma=True), LAZY, edit)), want
+        )
 
 
 def test_a_stage_that_is_not_released_is_a_deadlock() -> None:

@@ -1,5 +1,5 @@
-// Attention for prefills and chunks on Hopper: wgmma, one producer and two consumer warpgroups, the
-// bits of attention_generic.cu, whose head defines the result.
+// Attention for prefills and chunks on Hopper: wgmma, one producer and two or three consumer
+// warpgroups, the bits of attention_generic.cu, whose head defines the result.
 //
 // What is the same, and why the bits are: a warp has 16 rows and the accumulators are in the same
 // lanes, so masks, softmax, weights and merging are the generic kernel's own code; a wgmma k16 step
@@ -7,17 +7,20 @@
 //
 // THE SCHEDULE
 //
-// A thread block takes tiles of 128 rows, (position, head in group) pairs, 64 for each consumer
+// A thread block takes tiles of rows, (position, head in group) pairs, 64 for each consumer
 // warpgroup: every gridDim.x-th of all tiles, the longest first. The producer runs ahead, into the
-// next tile, too. It copies Q, and K and V into two stages each, with cp.async, which serves packed
-// and paged keys alike and writes zeros for absent ones. A consumer starts the next block's scores,
-// then the last block's P V, and does its softmax while the latter runs:
+// next tile, too. It copies Q, and K and V into two stages each, zeros for absent ones. A consumer
+// starts the next block's scores, then the last block's P V, and does its softmax while the latter
+// runs:
 //
 //     S(0); softmax(0);  for j = 1 ..: { start S(j); start O += P(j-1) V(j-1); wait S(j);
 //     softmax(j); wait O; rescale O; P(j) }  O += P(last) V(last)
 //
 // Shared memory holds matrices as panels of 64 elements (128 bytes) a row, which wgmma reads through
 // descriptors: Q and K along the sum's dimension, V across it.
+//
+// Packed keys can come by TMA: a block of K or V is one box of a tensor map, which one thread asks
+// for. Everything else comes by cp.async, a chunk at a time. Both write the same bytes.
 
 #include "copy.cuh"
 #include "definition.cuh"
@@ -27,11 +30,12 @@
 #include "parameters.cuh"
 #include "softmax.cuh"
 #include "tile_rows.cuh"
+#include "tma.cuh"
 #include "waiting.cuh"
 #include "wgmma.cuh"
 
-// The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), SHARED_BYTES
-// (what the launch reserves), KERNEL_NAME.
+// The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), TMA (0, 1),
+// CONSUMERS (2, 3), SHARED_BYTES (what the launch reserves), KERNEL_NAME.
 
 using namespace rlbench;
 
@@ -39,9 +43,10 @@ constexpr int kHeadDim = HEAD_DIM;
 constexpr int kBlockKeys = kBlockKeysOf<kHeadDim>;
 constexpr int kSplitBlocks = kSplitBlocksOf<kHeadDim>;
 constexpr bool kPaged = PAGED != 0;
+constexpr bool kTma = TMA != 0;
 using Element = ELEMENT;
 
-constexpr int kConsumers = 2;                        // warpgroups
+constexpr int kConsumers = CONSUMERS;                // warpgroups
 constexpr int kTileRows = 64 * kConsumers;
 constexpr int kConsumerThreads = 128 * kConsumers;
 constexpr int kThreads = 128 + kConsumerThreads;     // the producer comes first
@@ -61,20 +66,27 @@ constexpr int kBarriers = kVTiles + kStages * kStageBytes;
 constexpr int kAlignment = 1024;                     // of what descriptors name
 constexpr int kSharedBytes = kBarriers + (4 * kStages + 2) * 8 + kAlignment;
 
+static_assert(!(kPaged && kTma), "pages are looked up, and a box has but one address");
 static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
 static_assert(kKeyPanel % kAlignment == 0 && kQPanel % kAlignment == 0, "panels stay aligned");
 
 // Registers of a thread. Together they are what the block was launched with, or a warpgroup waits for
 // registers that nobody gives.
-constexpr int kProducerRegisters = 56;
-constexpr int kConsumerRegisters = 224;
+static_assert(kConsumers == 2 || (kConsumers == 3 && kTma), "registers for consumers");
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kTma ? 24 : 56;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kTma ? 240 : 224;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                   (1 + kConsumers) * (65536 / kThreads / 8 * 8),
               "the launch's registers");
 
-// Whether the consumers start their products in turns, so that one's softmax runs under the other's
-// products instead of both waiting for a tensor core that they share.
+// The producer's warps that copy Q, and arrivals at a barrier when a block of K or V is there.
+constexpr int kQWarps = kTma ? 3 : 4;
+constexpr int kKeyArrivals = kTma ? 1 : 128;
+
+// Whether the consumers start their products in turns, so that one's softmax runs under another's
+// products instead of all waiting for a tensor core that they share.
 constexpr bool kTurns = kHeadDim <= 128;
+constexpr int kTurnThreads = 256;  // one that gives way, and the next one
 
 struct KeyTile {
   static constexpr int kRowBytes = 128;
@@ -143,10 +155,30 @@ __device__ __forceinline__ int blocks_of(const TileRows<kTileRows, kPaged>& rows
   return limit > 0 ? (limit + kBlockKeys - 1) / kBlockKeys : 0;
 }
 
+// Those that are loaded: none where a row's result would have to wait and there is no room.
+__device__ __forceinline__ int blocks_loaded(const TileRows<kTileRows, kPaged>& rows,
+                                             bool can_wait) {
+  const int blocks = rows.count > 0 ? blocks_of(rows) : 0;
+  return can_wait || blocks <= kSplitBlocks ? blocks : 0;
+}
+
+// Before wgmma reads what a barrier has announced. With TMA the producer has seen to it.
+__device__ __forceinline__ void see_copies() {
+  if constexpr (!kTma) fence_for_wgmma();
+}
+
+// Of K and V (tensor_map.py): the dimensions are the elements of a panel, keys, the last of which is
+// the tile's, panels, KV heads, and where in the tensor the tile's keys end.
+#if TMA
+#define MAPS , const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map
+#else
+#define MAPS
+#endif
+
 // work: [grid, kConsumerThreads, kDimTiles + 1, 4], see waiting.cuh.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long tiles_arg,
-                long long causal_arg, double scale_arg, double scale_log2_arg) {
+                long long causal_arg, double scale_arg, double scale_log2_arg MAPS) {
   extern __shared__ unsigned char shared_memory[];
   const unsigned misaligned = shared_address(shared_memory) % kAlignment;
   const unsigned base = shared_address(shared_memory) + (misaligned ? kAlignment - misaligned : 0);
@@ -168,13 +200,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == 0) {
     for (unsigned stage = 0; stage < kStages; ++stage) {
-      mbarrier_init(barrier(kFullK, stage), 128);
-      mbarrier_init(barrier(kFullV, stage), 128);
+      mbarrier_init(barrier(kFullK, stage), kKeyArrivals);
+      mbarrier_init(barrier(kFullV, stage), kKeyArrivals);
       mbarrier_init(barrier(kEmptyK, stage), kConsumerThreads / 32);
       mbarrier_init(barrier(kEmptyV, stage), kConsumerThreads / 32);
     }
-    mbarrier_init(full_q, 128);
+    mbarrier_init(full_q, 32 * kQWarps);
     mbarrier_init(empty_q, kConsumerThreads / 32);
+    if constexpr (kTma) fence_for_wgmma();
   }
   __syncthreads();
 
@@ -185,13 +218,62 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (warp < 4) {
     // --- the producer ----------------------------------------------------------------------------
     give_registers<kProducerRegisters>();
+    const auto copy_q = [&](const TileRows<kTileRows, kPaged>& rows) {
+      mbarrier_wait(empty_q, earlier_tiles % 2 ^ 1);  // at first there is no wait
+#pragma unroll 1
+      for (int part = warp - (4 - kQWarps); part < kTileRows / kWarpRows; part += kQWarps) {
+        rows.copy_q<kHeadDim, QTile>(base + kQTile, q, q_row_stride, q_head_stride,
+                                     part * kWarpRows, lane);
+      }
+    };
+#if TMA
+    if (warp == 0) {
+      if (lane != 0) return;
+      prefetch_tensor_map(&k_map);
+      prefetch_tensor_map(&v_map);
+      for (unsigned place = blockIdx.x; place < places.count(); place += gridDim.x) {
+        const TileRows<kTileRows, kPaged> rows = places(place, cu_seqlens_q, lengths_k);
+        const int blocks = blocks_loaded(rows, work != nullptr);
+        if (blocks == 0) continue;
+        const int end = rows.limit(kTileRows - 1);
+        const int first_row = static_cast<int>(page_size_arg) - end;  // zeros from `end` on
+        const auto load = [&](const TensorMap* map, int tiles, int full, int empty, int block) {
+          const Turn turn(earlier_blocks + block);
+          mbarrier_wait(barrier(empty, turn.stage), turn.parity ^ 1);
+          mbarrier_arrive_expecting(barrier(full, turn.stage), kStageBytes);
+          copy_box(base + tiles + turn.stage * kStageBytes, map, barrier(full, turn.stage), 0,
+                   first_row + block * kBlockKeys, 0, static_cast<int>(rows.kv_head),
+                   rows.k_begin + end);
+        };
+        // In the order in which stages become free.
+        load(&k_map, kKTiles, kFullK, kEmptyK, 0);
+#pragma unroll 1
+        for (int block = 1; block < blocks; ++block) {
+          load(&k_map, kKTiles, kFullK, kEmptyK, block);
+          load(&v_map, kVTiles, kFullV, kEmptyV, block - 1);
+        }
+        load(&v_map, kVTiles, kFullV, kEmptyV, blocks - 1);
+        earlier_blocks += blocks;
+      }
+      return;
+    }
+    // Other warps copy Q, so that neither waits for the other's stages.
+    for (unsigned place = blockIdx.x; place < places.count(); place += gridDim.x) {
+      const TileRows<kTileRows, kPaged> rows = places(place, cu_seqlens_q, lengths_k);
+      if (blocks_loaded(rows, work != nullptr) == 0) continue;
+      copy_q(rows);
+      copy_async_wait_all();
+      fence_for_wgmma();
+      mbarrier_arrive(full_q);
+      ++earlier_tiles;
+    }
+#else
     const Strides k_strides = {k_page_stride, k_row_stride, k_head_stride};
     const Strides v_strides = {v_page_stride, v_row_stride, v_head_stride};
     for (unsigned place = blockIdx.x; place < places.count(); place += gridDim.x) {
       const TileRows<kTileRows, kPaged> rows = places(place, cu_seqlens_q, lengths_k);
-      if (rows.count == 0) continue;
-      const int blocks = blocks_of(rows);
-      if (blocks == 0 || (work == nullptr && blocks > kSplitBlocks)) continue;
+      const int blocks = blocks_loaded(rows, work != nullptr);
+      if (blocks == 0) continue;
       const unsigned short* k_head = k + rows.kv_head * k_strides.head;
       const unsigned short* v_head = v + rows.kv_head * v_strides.head;
       Keys keys;
@@ -199,12 +281,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       keys.page_size = static_cast<unsigned>(page_size_arg);
       keys.first_row = rows.k_begin;
       keys.end = rows.limit(kTileRows - 1);
-      mbarrier_wait(empty_q, earlier_tiles % 2 ^ 1);  // at first there is no wait
-#pragma unroll 1
-      for (int part = warp; part < kTileRows / kWarpRows; part += 4) {
-        rows.copy_q<kHeadDim, QTile>(base + kQTile, q, q_row_stride, q_head_stride,
-                                     part * kWarpRows, lane);
-      }
+      copy_q(rows);
       mbarrier_arrive_after_copies(full_q);
       for (int block = 0; block < blocks; ++block) {
         const Turn turn(earlier_blocks + block);
@@ -222,6 +299,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       ++earlier_tiles;
     }
     copy_async_wait_all();  // before the block's shared memory can go to another
+#endif
     return;
   }
 
@@ -232,7 +310,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const unsigned thread = threadIdx.x - 128;
   const float scale_log2 = static_cast<float>(scale_log2_arg);
   const unsigned q_rows = base + kQTile + consumer * 64 * 128;
-  bool in_turn = false;  // the other one has given way to this one before
+  const int next_consumer = consumer + 1 < kConsumers ? consumer + 1 : 0;
+  bool in_turn = false;  // this one has had a turn before
 
   const auto release = [&](unsigned empty) {
     __syncwarp();
@@ -286,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const Turn turn(earlier_blocks);
       mbarrier_wait(full_q, earlier_tiles % 2);
       mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
-      fence_for_wgmma();
+      see_copies();
       wgmma_fence();
       start_scores(scores, q_rows, base + kKTiles + turn.stage * kStageBytes);
       wgmma_commit();
@@ -303,8 +382,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const Turn before(earlier_blocks + block - 1);
       mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
       mbarrier_wait(barrier(kFullV, before.stage), before.parity);
-      fence_for_wgmma();
-      if (kTurns && (consumer == 1 || in_turn)) named_barrier(1 + consumer, kConsumerThreads);
+      see_copies();
+      if (kTurns && (consumer > 0 || in_turn)) named_barrier(1 + consumer, kTurnThreads);
       in_turn = true;
       keep_order(scores);
       keep_order(acc);
@@ -314,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       wgmma_commit();
       start_values(acc, weights, base + kVTiles + before.stage * kStageBytes, !fresh);
       wgmma_commit();
-      if (kTurns) named_barrier_arrive(2 - consumer, kConsumerThreads);
+      if (kTurns) named_barrier_arrive(1 + next_consumer, kTurnThreads);
       fresh = false;
       wgmma_wait<1>();
       keep_order(scores);
@@ -343,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (blocks > 0) {
       const Turn turn(earlier_blocks + blocks - 1);
       mbarrier_wait(barrier(kFullV, turn.stage), turn.parity);
-      fence_for_wgmma();
+      see_copies();
       keep_order(acc);
       keep_order(weights);
       wgmma_fence();
@@ -362,6 +441,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     tile_rows().write<Element>(softmax, acc, out, out_row_stride, out_head_stride, lse, scale_arg,
                                blocks != seen, warp_row, lane);
   }
-  // The other one's last giving way is met, so that none is left over.
-  if (kTurns && consumer == 0 && in_turn) named_barrier(1, kConsumerThreads);
+  // The last giving way is met, so that none is left over.
+  if (kTurns && consumer == 0 && in_turn) named_barrier(1, kTurnThreads);
 }

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import struct
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rlbench.kernels import jit
+from rlbench.kernels.attention.tensor_map import encoded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cuda.core import Kernel, LaunchConfig, Stream
+
+    from rlbench.kernels.attention.tensor_map import TensorMap
 
 SWITCH = "RLBENCH_ATTENTION_HOPPER"
 """Environment variable: 0 turns the kernels for Hopper off; the generic one then serves every call,
@@ -47,6 +52,8 @@ class Launch(NamedTuple):
     config: LaunchConfig
     kernel: Kernel
     numbers: tuple[int | float, ...]
+    maps: tuple[TensorMap, ...] = ()
+    """What the kernel takes after them: made of the pointers."""
 
 
 class Plan(NamedTuple):
@@ -117,8 +124,53 @@ def run(stream: Stream, launches: tuple[Launch, ...], pointers: tuple[int, ...])
     """Enqueue the launches on a stream of the current device."""
     from cuda.core import launch
 
-    for config, kernel, numbers in launches:
-        launch(stream, config, kernel, *pointers, *numbers)
+    for each in launches:
+        if each.maps:
+            _launch_with_maps(stream, each, pointers)
+        else:
+            launch(stream, each.config, each.kernel, *pointers, *each.numbers)
+
+
+def _launch_with_maps(stream: Stream, launch: Launch, pointers: tuple[int, ...]) -> None:
+    """As cuda.core's launch(), which takes no structures but those that it has made itself."""
+    from cuda.bindings import driver
+
+    config, kernel, numbers, maps = launch
+    (status,) = driver.cuLaunchKernel(
+        int(kernel.handle),
+        *config.grid,
+        *config.block,
+        config.shmem_size,
+        int(stream.handle),
+        _parameters(pointers, numbers, maps).address,
+        0,
+    )
+    if int(status) != 0:
+        raise RuntimeError(f"cuLaunchKernel returns {status!r} for {config}")
+
+
+class _Parameters(NamedTuple):
+    """Where a kernel's parameters are, as the driver takes it: the address of their addresses."""
+
+    address: int
+    kept: tuple[object, ...]
+    """The memory that the addresses are of."""
+
+
+@functools.lru_cache(KEPT)
+def _parameters(
+    pointers: tuple[int, ...], numbers: tuple[int | float, ...], maps: tuple[TensorMap, ...]
+) -> _Parameters:
+    words = (*pointers, *numbers)
+    ready = [encoded(each, pointers[each.pointer]) for each in maps]
+    count = len(words) + len(ready)
+    memory = ctypes.create_string_buffer(8 * (len(words) + count))
+    begin = ctypes.addressof(memory)
+    end = begin + 8 * len(words)
+    places = *range(begin, end, 8), *(each.address for each in ready)
+    types = "".join("d" if isinstance(word, float) else "q" for word in words)
+    struct.pack_into(f"={types}{count}Q", memory, 0, *words, *places)
+    return _Parameters(end, (memory, ready))
 
 
 _streams: dict[int, Stream] = {}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from rlbench.kernels.attention import tiles
+from rlbench.kernels.attention import tensor_map, tiles
 from rlbench.kernels.attention.family import Family, every
 from rlbench.kernels.attention.launch import fits, sms
 from rlbench.kernels.attention.request import BLOCK_KEYS
@@ -15,7 +16,12 @@ if TYPE_CHECKING:
 
     from rlbench.kernels.attention.launch import Plan
     from rlbench.kernels.attention.request import Request
+    from rlbench.kernels.attention.tensor_map import TensorMap
 
+SWITCH = "RLBENCH_ATTENTION_TMA"
+"""Environment variable: 0 has packed keys copied by cp.async, as pages are, with the same bits."""
+_K, _V = 1, 2  # among the pointers
+_NARROW = 64  # head dim
 _STAGES = 2  # of K and of V
 _CAPABILITIES = range(9, 10)  # wgmma
 
@@ -26,10 +32,33 @@ class Variant(Family):
 
     name: ClassVar[str] = "prefill"
     source: ClassVar[str] = "attention/attention_prefill_sm90"
-    tile_rows: ClassVar[int] = 128
-    """64 for each of two consumer warpgroups, beside which there is the producer's."""
-    row_threads: ClassVar[int] = 256
-    threads: ClassVar[int] = 128 + 256
+
+    tma: bool = False
+    """Packed K and V come by TMA. It does not change the bits."""
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups: as many as find registers for their accumulators."""
+        return 3 if self.tma and self.head_dim == _NARROW else 2
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a thread block."""
+        return 64 * self.consumers
+
+    @property
+    def row_threads(self) -> int:
+        return 128 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumers, and the producer's warpgroup."""
+        return 128 + self.row_threads
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's name."""
+        return super().kernel + ("_tma" if self.tma else "")
 
     @property
     def shared_bytes(self) -> int:
@@ -37,10 +66,18 @@ class Variant(Family):
         rows = self.tile_rows + 2 * _STAGES * BLOCK_KEYS[self.head_dim]
         return rows * self.head_dim * 2 + (4 * _STAGES + 2) * 8 + 1024
 
+    @property
+    def defines(self) -> dict[str, str | int]:
+        """The macros that the source takes."""
+        return {**super().defines, "TMA": int(self.tma), "CONSUMERS": self.consumers}
+
 
 def variants() -> Iterator[Variant]:
     """Every build that a call can ask for; for sm_90a alone."""
-    return every(Variant)
+    for variant in every(Variant):
+        yield variant
+        if not variant.paged:
+            yield replace(variant, tma=True)
 
 
 def serves(request: Request) -> bool:
@@ -51,8 +88,17 @@ def serves(request: Request) -> bool:
 
 def plan(request: Request) -> Plan:
     """What the request launches. The device is the current one."""
-    build = Variant(*request.build)
+    maps = maps_of(request) if os.environ.get(SWITCH, "1") != "0" else ()
+    build = Variant(*request.build, tma=bool(maps))
     # Tiles are dealt out in turns, which is fair where all sequences are equally long; where they
     # are not, the GPU deals them out as blocks become free.
     even = request.q.shape[0] == request.sequences * request.max_seqlen_q
-    return tiles.plan(request, build, sms(request.device) if even else tiles.MAX_GRID)
+    return tiles.plan(request, build, sms(request.device) if even else tiles.MAX_GRID, maps)
+
+
+def maps_of(request: Request) -> tuple[TensorMap, ...]:
+    """What the build with TMA takes after everything else; nothing where it cannot take the call."""
+    if request.block_table is not None:
+        return ()
+    k, v = tensor_map.of_keys(_K, request.k), tensor_map.of_keys(_V, request.v)
+    return () if k is None or v is None else (k, v)

@@ -67,7 +67,7 @@ class Request:
         """The parameters after the pointers, in the order of parameters.cuh."""
         k, v = self.k.stride(), self.v.stride()
         if self.block_table is None:
-            k_strides, v_strides, table = (0, *k[:2]), (0, *v[:2]), (0, 1)
+            k_strides, v_strides, table = (0, *k[:2]), (0, *v[:2]), (0, self.k.shape[0])
         else:
             k_strides, v_strides = k[:3], v[:3]
             table = (self.block_table.stride(0), self.k.shape[1])

@@ -8,6 +8,7 @@ from rlbench.kernels.attention.launch import Build, Launch, Plan, kernel_of
 
 if TYPE_CHECKING:
     from rlbench.kernels.attention.request import Request
+    from rlbench.kernels.attention.tensor_map import TensorMap
 
 MAX_GRID = 2**31 - 1
 
@@ -31,10 +32,16 @@ class TiledBuild(Build, Protocol):
         """Threads of a block."""
 
 
-def plan(request: Request, build: TiledBuild, most_blocks: int = MAX_GRID) -> Plan:
+def plan(
+    request: Request,
+    build: TiledBuild,
+    most_blocks: int = MAX_GRID,
+    maps: tuple[TensorMap, ...] = (),
+) -> Plan:
     """What the request launches.
 
     most_blocks: of a source whose blocks take several tiles.
+    maps: what the build takes after everything else.
     Raises ValueError where there are more tiles than can be counted.
     """
     from cuda.core import LaunchConfig
@@ -54,4 +61,5 @@ def plan(request: Request, build: TiledBuild, most_blocks: int = MAX_GRID) -> Pl
     # Between splits: O, and a maximum and a sum for each of a thread's two rows (waiting.cuh).
     waiting = build.row_threads * (build.head_dim // 8 + 1) * 4
     work = blocks * waiting if request.splits > 1 else 0
-    return Plan(request.device, (Launch(config, kernel_of(build, request.device), numbers),), work)
+    launch = Launch(config, kernel_of(build, request.device), numbers, maps)
+    return Plan(request.device, (launch,), work)

@@ -33,7 +33,8 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
       : "memory");
 }
 
-// Makes what was written to shared memory by ordinary means, and cp.async, visible to wgmma.
+// Makes what was written to shared memory by ordinary means, and cp.async, visible to wgmma, and
+// barriers that were initialized to TMA.
 __device__ __forceinline__ void fence_for_wgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -10,6 +10,7 @@
 // cu_seqlens_q [sequences + 1]
 // lengths_k    cu_seqlens_k [sequences + 1], or seqused_k [sequences] with pages
 // block_table  [sequences, table_stride], or null
+// page_size    packed keys are one page: total_k
 #define RLBENCH_ATTENTION_PARAMETERS                                                              \
   const unsigned short *__restrict__ q, const unsigned short *__restrict__ k,                     \
       const unsigned short *__restrict__ v, unsigned short *__restrict__ out,                     \

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rlbench.kernels.attention.launch import Build
+    from rlbench.kernels.attention.tensor_map import TensorMap
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -126,8 +127,9 @@ def launch(
     written: Sequence[torch.Tensor | None],
     numbers: Sequence[int | float],
     schedule: Schedule,
+    maps: Sequence[TensorMap] = (),
 ) -> None:
-    """Run a kernel whose parameters are the tensors and then the numbers.
+    """Run a kernel whose parameters are the tensors, then the numbers, then maps of tensors.
 
     Those that are also in `written` have afterwards what it has left there.
     """
@@ -145,6 +147,10 @@ def launch(
             results.append(raw)
     message.append(struct.pack("<Q", len(numbers)))
     message += [struct.pack("<d" if isinstance(n, float) else "<q", n) for n in numbers]
+    message.append(struct.pack("<Q", len(maps)))
+    for each in maps:
+        words = (*each.shape, *each.strides, *each.box)
+        message.append(struct.pack(f"<Qq{len(words)}Q", each.pointer, each.shift, *words))
     done = subprocess.run(
         [program], input=b"".join(message), capture_output=True, check=False, timeout=120
     )

@@ -1,7 +1,9 @@
-// Calls the kernel that was compiled before this, KERNEL_NAME, all of whose parameters are 8 bytes.
+// Calls the kernel that was compiled before this, KERNEL_NAME, all of whose parameters are 8 bytes,
+// or tensor maps.
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "emulator.h"
@@ -10,10 +12,14 @@ namespace emulator {
 
 template <class Parameter>
 Parameter argument(uint64_t word) {
-  static_assert(sizeof(Parameter) == sizeof word);
-  Parameter value;
-  std::memcpy(&value, &word, sizeof value);
-  return value;
+  if constexpr (std::is_same_v<Parameter, const TensorMap> || std::is_same_v<Parameter, TensorMap>) {
+    return *reinterpret_cast<const TensorMap*>(word);
+  } else {
+    static_assert(sizeof(Parameter) == sizeof word);
+    Parameter value;
+    std::memcpy(&value, &word, sizeof value);
+    return value;
+  }
 }
 
 template <class... Parameters, size_t... kPlaces>

@@ -8,6 +8,7 @@
 
 #define __device__
 #define __global__
+#define __grid_constant__
 #define __forceinline__ inline
 #define __restrict__
 #define __shared__ static  // blocks that use it run one after the other

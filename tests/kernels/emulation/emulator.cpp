@@ -68,28 +68,42 @@ struct Sent {
   float values[2];
 };
 
+// Its phase ends when all have arrived and all expected bytes are there.
 struct Barrier {
-  Meeting meeting;
-  unsigned expected = 0;
-  long long missing_bytes = 0;
-  std::vector<Sent> sent;  // lands when the phase is complete
+  unsigned arrived = 0, generation = 0, expected = 0;
+  std::vector<Sent> sent;  // lands at the end of the phase
+  long long bytes = 0;  // that are still to come; or have come before somebody expected them
+
+  void arrive() {
+    ++arrived;
+    end_phase();
+  }
+
+  void receive(long long count) {
+    bytes -= count;
+    end_phase();
+  }
+
+  void end_phase() {
+    if (arrived < expected || bytes != 0) return;
+    if (arrived > expected) fault("an mbarrier of %u has %u arrivals", expected, arrived);
+    land();
+    arrived = 0;
+    ++generation;
+  }
 
   void land() {
     for (const Sent& it : sent) std::memcpy(it.to, it.values, sizeof it.values);
     sent.clear();
   }
+};
 
-  void arrive() {
-    ++meeting.arrived;
-    settle();
-  }
-
-  void settle() {
-    if (meeting.arrived < expected || missing_bytes != 0) return;
-    land();
-    meeting.arrived = 0;
-    ++meeting.generation;
-  }
+struct Box {
+  unsigned char* shared;  // memory, and its address
+  unsigned address;
+  TensorMap map;
+  Coordinates first;
+  Barrier* barrier;
 };
 
 struct Block {
@@ -100,6 +114,7 @@ struct Block {
   Meeting named[16];
   unsigned named_threads[16] = {};
   std::map<unsigned, Barrier> barriers;
+  std::deque<Box> boxes;  // that have not arrived
 };
 
 struct Cluster {
@@ -189,6 +204,41 @@ void perform(const Fiber& owner, const CopyGroup& group) {
   if (group.barrier) group.barrier->arrive();
 }
 
+// By 16 bytes of a row.
+void perform(const Box& box) {
+  const uint64_t* size = box.map.box;
+  unsigned offset = 0;
+  uint64_t at[5];
+  for (at[4] = 0; at[4] < size[4]; ++at[4]) {
+    for (at[3] = 0; at[3] < size[3]; ++at[3]) {
+      for (at[2] = 0; at[2] < size[2]; ++at[2]) {
+        for (at[1] = 0; at[1] < size[1]; ++at[1]) {
+          for (at[0] = 0; at[0] < size[0]; at[0] += 8, offset += 16) {
+            uint64_t from = box.map.address;
+            bool inside = true;
+            for (int d = 0; d < 5; ++d) {
+              // A negative coordinate becomes one that is very large.
+              const uint64_t place = static_cast<uint64_t>(box.first.of[d]) + at[d];
+              inside = inside && place < box.map.shape[d];
+              from += place * (d == 0 ? 2 : box.map.strides[d - 1]);
+            }
+            // The swizzle is a function of the address.
+            const unsigned address = box.address + offset;
+            unsigned char* to = box.shared + ((address ^ (address >> 7 & 7) << 4) - box.address);
+            if (inside) {
+              check_global(reinterpret_cast<void*>(from), 16);
+              std::memcpy(to, reinterpret_cast<void*>(from), 16);
+            } else {
+              std::memset(to, 0, 16);
+            }
+          }
+        }
+      }
+    }
+  }
+  box.barrier->receive(offset);
+}
+
 void run_thread() {
   call_kernel(arguments, argument_count);
   Fiber& self = fiber();
@@ -200,13 +250,21 @@ void run_thread() {
   self.done = true;
   self.waits_for = "";
   self.which = 0;
-  --self.mine->live;
+  if (--self.mine->live == 0 && !self.mine->boxes.empty()) fault("a block ended before its boxes");
   emulator_switch(&self.stack_pointer, scheduler);
 }
 
-// Each thread's first lazy copies that a barrier is to hear of, once nobody can go on without some.
+// Each thread's first lazy copies that a barrier is to hear of, and a box of each block, any of them,
+// once nobody can go on without some.
 bool perform_awaited(std::vector<Fiber>& fibers) {
   bool any = false;
+  for (Block& each : cluster->blocks) {
+    if (each.boxes.empty()) continue;
+    const auto one = each.boxes.begin() + launched.seed % each.boxes.size();
+    perform(*one);
+    each.boxes.erase(one);
+    any = true;
+  }
   for (Fiber& each : fibers) {
     std::deque<CopyGroup>& groups = each.copy_groups;
     size_t count = 0;
@@ -361,22 +419,18 @@ void barrier_arrive(unsigned barrier) {
   barrier_at(barrier).arrive();
 }
 
-void barrier_arrive_expecting(unsigned barrier, unsigned bytes) {
-  barrier_at(barrier).missing_bytes += bytes;
-  barrier_arrive(barrier);
-}
-
 void send(unsigned rank, unsigned address, float first, float second, unsigned barrier) {
-  Sent sent = {shared_bytes_of(rank, address, 8), {first, second}};
+  const Sent sent = {shared_bytes_of(rank, address, 8), {first, second}};
   Barrier& it = barrier_at(barrier, cluster->blocks[rank]);
   it.sent.push_back(sent);
   if (!launched.lazy) it.land();
-  it.missing_bytes -= 8;
-  it.settle();
+  it.receive(8);
 }
 
+void barrier_expect(unsigned barrier, unsigned bytes) { barrier_at(barrier).bytes += bytes; }
+
 void barrier_wait(unsigned barrier, unsigned parity) {
-  const unsigned& phase = barrier_at(barrier).meeting.generation;
+  const unsigned& phase = barrier_at(barrier).generation;
   while (phase % 2 == parity) wait_for_change(phase, phase, "mbarrier_wait", barrier);
 }
 
@@ -408,6 +462,24 @@ void arrive_after_copies(unsigned barrier) {
   commit_copies();
   fiber().copy_groups.back().barrier = &it;
   if (!launched.lazy) wait_copies(0);
+}
+
+void start_box(unsigned shared, const TensorMap& map, unsigned barrier, const Coordinates& first) {
+  size_t bytes = 2;
+  for (const uint64_t size : map.box) bytes *= size;
+  if (map.box[0] * 2 != 128) fault("a box of %zu bytes a row is not swizzled", map.box[0] * 2);
+  if (shared % 1024 != 0) fault("a box to %u, where the swizzle does not begin", shared);
+  if (map.address % 16 != 0) fault("a tensor map that is not aligned");
+  if (map.shape[0] != 64 || first.of[0] != 0) fault("a box that is not of whole panels");
+  for (const uint64_t stride : map.strides) {
+    if (stride % 16 != 0 || stride == 0 || stride >> 40) fault("a tensor map with such strides");
+  }
+  const Box box = {shared_bytes(shared, bytes), shared, map, first, &barrier_at(barrier)};
+  if (launched.lazy) {
+    block().boxes.push_back(box);
+  } else {
+    perform(box);
+  }
 }
 
 void start_product(const Product& product) {

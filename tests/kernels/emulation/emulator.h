@@ -57,10 +57,11 @@ void named_sync(int id, unsigned threads);
 
 void barrier_init(unsigned barrier, unsigned arrivals);
 void barrier_arrive(unsigned barrier);
-void barrier_arrive_expecting(unsigned barrier, unsigned bytes);
 // Eight bytes to a block of the cluster, counted towards a barrier that it has.
 void send(unsigned rank, unsigned address, float first, float second, unsigned barrier);
 void barrier_wait(unsigned barrier, unsigned parity);
+// The phase is not complete before so many more bytes of boxes have arrived, too.
+void barrier_expect(unsigned barrier, unsigned bytes);
 
 // Asynchronous copies of 16 bytes, zeros if absent. Lazy ones happen no sooner than somebody has
 // waited for them.
@@ -68,6 +69,22 @@ void start_copy(unsigned shared, const void* global, bool present);
 void commit_copies();
 void wait_copies(size_t pending_groups);
 void arrive_after_copies(unsigned barrier);
+
+// A tensor of 16-bit elements and a box of it, up to five dimensions, the fastest first. It comes to
+// shared memory with the swizzle of 128 bytes.
+struct TensorMap {
+  uint64_t address;
+  uint64_t shape[5];
+  uint64_t strides[4];  // in bytes, of all dimensions but the first
+  uint64_t box[5];
+};
+
+struct Coordinates {
+  int of[5];
+};
+
+// Asynchronous copies of boxes, zeros outside of the tensor; lazy in the same way.
+void start_box(unsigned shared, const TensorMap& map, unsigned barrier, const Coordinates& first);
 
 // Asynchronous products, lazy in the same way: run(product) does the lane's part.
 struct Product {

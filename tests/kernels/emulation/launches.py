@@ -28,9 +28,12 @@ def generic_plan(problem: Problem) -> Plan:
         return tiles.plan(problem.request, generic.Variant(*problem.request.build))
 
 
-def prefill_plan(problem: Problem, most_blocks: int = tiles.MAX_GRID) -> Plan:
+def prefill_plan(problem: Problem, most_blocks: int = tiles.MAX_GRID, *, tma: bool = False) -> Plan:
+    """tma: packed keys come by TMA, if they can."""
+    maps = prefill.maps_of(problem.request) if tma else ()
+    build = prefill.Variant(*problem.request.build, tma=bool(maps))
     with _gpu():
-        return tiles.plan(problem.request, prefill.Variant(*problem.request.build), most_blocks)
+        return tiles.plan(problem.request, build, most_blocks, maps)
 
 
 def prefill_plan_on(problem: Problem, sms: int) -> Plan:
@@ -77,11 +80,11 @@ def run(
         *(request.q, request.k, request.v, out, lse, work),
         *(problem.cu_seqlens_q, problem.lengths_k, request.block_table),
     )
-    for number, (config, build, numbers) in enumerate(plan.launches):
+    for number, (config, build, numbers, maps) in enumerate(plan.launches):
         ranks = getattr(build, "ranks", 1)
         shape = Shape(config.grid[0], config.block[0], ranks, config.shmem_size)
         executable = program(build, edit if number == 0 else None)
-        launch(executable, shape, tensors, (out, lse, work), numbers, schedule)
+        launch(executable, shape, tensors, (out, lse, work), numbers, schedule, maps)
     gaps = raw_bytes(out).view(out.dtype).view(*out.shape[:2], -1)[..., out.shape[2] :]
     assert (bits(gaps) == bits(torch.full_like(gaps, NAN))).all(), "it wrote between its rows"
     return Result(out, lse)

@@ -53,6 +53,16 @@ int main() {
   }
   for (uint64_t left = read_word(); left > 0; --left) words.push_back(read_word());
 
+  // Of the address they have which tensor it is, and how far from there.
+  std::vector<emulator::TensorMap> maps(read_word());
+  for (emulator::TensorMap& map : maps) {
+    const uint64_t tensor = read_word();
+    if (tensor >= words.size()) emulator::fault("there is no tensor %zu", tensor);
+    read(&map, sizeof map);
+    map.address += words[tensor];
+    words.push_back(reinterpret_cast<uint64_t>(&map));
+  }
+
   emulator::launch(launch, words.data(), words.size());
   for (const Tensor& tensor : written) std::fwrite(tensor.data, 1, tensor.bytes, stdout);
   return 0;

@@ -10,7 +10,8 @@ inline void mbarrier_init(unsigned barrier, unsigned arrivals) {
 }
 inline void mbarrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier); }
 inline void mbarrier_arrive_expecting(unsigned barrier, unsigned bytes) {
-  emulator::barrier_arrive_expecting(barrier, bytes);
+  emulator::barrier_expect(barrier, bytes);
+  emulator::barrier_arrive(barrier);
 }
 inline void mbarrier_arrive_after_copies(unsigned barrier) {
   emulator::arrive_after_copies(barrier);

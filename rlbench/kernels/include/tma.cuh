@@ -1,0 +1,27 @@
+// Copies of boxes of a tensor that the tensor memory accelerator makes (sm_90 and newer).
+#pragma once
+
+namespace rlbench {
+
+// What the driver has encoded (CUtensorMap): where a tensor lies, and how large a box of it is.
+struct alignas(64) TensorMap {
+  unsigned long long opaque[16];
+};
+
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Starts copying the box whose first element has these coordinates, the fastest first, to shared
+// memory, zeros for what is outside of the tensor. One thread asks for it; the bytes that have
+// arrived are counted towards the barrier.
+__device__ __forceinline__ void copy_box(unsigned shared, const TensorMap* map, unsigned barrier,
+                                         int c0, int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+}  // namespace rlbench

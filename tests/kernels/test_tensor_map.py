@@ -1,0 +1,158 @@
+"""Which packed keys TMA can copy, what their map says, and how the driver is told."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.core", reason="needs cuda-core to plan: pip install 'rlbench[kernels]'")
+
+from emulation.launches import prefill_plan_on
+from emulation.problems import Case, Problem, problem_of
+
+from rlbench.kernels.attention import launch, prefill, tensor_map
+from rlbench.kernels.attention.tensor_map import TensorMap, of_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+K = 1  # its pointer
+
+
+def keys(shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="meta")
+
+
+def map_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorMap:
+    found = of_keys(K, keys(shape, strides))
+    assert found is not None
+    return found
+
+
+def test_map_of_contiguous_keys() -> None:
+    assert map_of((100, 2, 256), (512, 256, 1)) == TensorMap(
+        pointer=K,
+        shift=-100 * 1024,
+        shape=(64, 100, 4, 2, 101),
+        strides=(1024, 128, 512, 1024),
+        box=(64, 80, 4, 1, 1),
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_box_begins_at_its_key_and_ends_with_the_sequence(head_dim: int) -> None:
+    total, heads, gap = 1000, 3, 24
+    strides = (heads * (head_dim + gap) + 8, head_dim + gap, 1)
+    it = map_of((total, heads, head_dim), strides)
+    for first, end in ((0, 1000), (0, 1), (999, 1), (300, 301)):
+        for key in (0, end - 1):
+            where = (0, total - end + key, 1 if head_dim > 64 else 0, 2, first + end)
+            assert all(0 <= place < size for place, size in zip(where, it.shape, strict=True))
+            got = it.shift + sum(c * s for c, s in zip(where, (2, *it.strides), strict=True))
+            assert got == 2 * ((first + key) * strides[0] + 2 * strides[1] + where[2] * 64)
+        assert total - end + end == it.shape[1]  # what follows the last key is outside
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((0, 2, 64), (128, 64, 1)),  # there is nothing
+        ((10, 2, 64), (0, 64, 1)),  # expanded
+        ((10, 2, 64), (128, 0, 1)),
+        ((10, 2, 64), (132, 64, 1)),  # not of 16 bytes
+        ((10, 2, 64), (128, 68, 1)),
+        ((10, 2, 64), (2**39, 64, 1)),
+        ((10, 2, 64), (64, 2**39, 1)),
+        ((2**31 - 1, 2, 64), (8, 64, 1)),
+    ],
+)
+def test_no_map(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    assert of_keys(K, keys(shape, strides)) is None
+
+
+def test_strides_of_single_ones_do_not_matter() -> None:
+    for stride in (0, 1, 2**50):
+        assert map_of((1, 1, 128), (stride, stride, 1)).strides == (256, 128, 256, 256)
+
+
+def packed(page_size: int | None = None) -> Problem:
+    return problem_of(Case(64, torch.bfloat16, page_size, 2, 2, ((3, 40), (3, 40))))
+
+
+def test_plan_uses_tma_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_of(problem: Problem) -> prefill.Variant:
+        (one,) = prefill_plan_on(problem, sms=1).launches
+        assert isinstance(one.kernel, prefill.Variant)
+        assert [each.pointer for each in one.maps] == ([1, 2] if one.kernel.tma else [])
+        return one.kernel
+
+    problem = packed()
+    assert build_of(problem) == prefill.Variant(64, "Bf16", paged=False, tma=True)
+    assert build_of(packed(16)) == prefill.Variant(64, "Bf16", paged=True)
+    one_head = problem.request.v[:, :1].expand(-1, 2, -1)
+    expanded = replace(problem, request=replace(problem.request, v=one_head))
+    assert build_of(expanded) == prefill.Variant(64, "Bf16", paged=False)
+    monkeypatch.setenv(prefill.SWITCH, "0")
+    assert build_of(problem) == prefill.Variant(64, "Bf16", paged=False)
+
+
+@pytest.fixture
+def driver_function() -> Iterator[Callable[..., int]]:
+    """Takes the driver's place; its arguments are in `calls`."""
+
+    def encode(address: int, *rest: Any) -> int:
+        calls.append((address, *(list(a) if isinstance(a, ctypes.Array) else a for a in rest)))
+        ctypes.memset(address, len(calls), tensor_map.BYTES)
+        return 0 if rest[2] % 16 == 0 else 1
+
+    calls: list[tuple[object, ...]] = []
+    encode.calls = calls  # type: ignore[attr-defined]
+    tensor_map.encoded.cache_clear()
+    with mock.patch.object(tensor_map, "_driver_function", return_value=encode):
+        yield encode
+    tensor_map.encoded.cache_clear()
+
+
+def test_a_map_is_encoded_once(driver_function: Any) -> None:
+    it = map_of((100, 2, 128), (256, 128, 1))
+    first, second = 0x7F0000000000, 0x7F0000010000
+    got = [tensor_map.encoded(it, pointer) for pointer in (first, second, first)]
+    assert got[0] is got[2]
+    assert [ctypes.string_at(each.address, 128) for each in got] == [
+        bytes([number]) * 128 for number in (1, 2, 1)
+    ]
+    address, *rest = driver_function.calls[0]
+    assert address % 128 == 0
+    assert rest == [
+        *(1, 5, first - 100 * 512),  # 16-bit integers; the rank
+        *([64, 100, 2, 2, 101], [512, 128, 256, 512], [64, 128, 2, 1, 1], [1] * 5),
+        *(0, 3, 3, 0),  # not interleaved, swizzled by 128 bytes, 256 bytes at a time, zeros
+    ]
+
+
+@pytest.mark.usefixtures("driver_function")
+def test_what_the_driver_refuses_is_an_error() -> None:
+    it = map_of((100, 2, 128), (256, 128, 1))
+    with pytest.raises(RuntimeError, match=r"INVALID_VALUE.* RLBENCH_ATTENTION_TMA=0"):
+        tensor_map.encoded(it, 0x7F0000000008)
+
+
+@pytest.mark.usefixtures("driver_function")
+def test_parameters_are_where_the_driver_looks() -> None:
+    it = map_of((100, 2, 128), (256, 128, 1))
+    pointers, numbers = (0x7F0000000000, 0x7F0000010000), (-3, 2**40, 0.125)
+    launch._parameters.cache_clear()
+    address = launch._parameters(pointers, numbers, (it, it._replace(pointer=0))).address
+    places = (ctypes.c_void_p * 7).from_address(address)
+    words = [ctypes.string_at(place, 8) for place in places if place]
+    assert words[:5] == [struct.pack("<q", n) for n in (*pointers, *numbers[:2])] + [
+        struct.pack("<d", numbers[2])
+    ]
+    # Encoded in this order, by what the stand-in leaves.
+    assert words[5:] == [bytes([1]) * 8, bytes([2]) * 8]
