@@ -115,8 +115,8 @@ def test_decode_kernels_have_the_generic_kernels_bits(
     want = results(generic)
     got = [*want[1:], *results(stream)]
     with monkeypatch.context() as forced:
-        for enough in (0.0, 1e9):  # whole sequences, and their splits
-            forced.setattr(stream, "_ENOUGH_PER_SM", enough)
+        for whole in (True, False):
+            forced.setattr(stream, "takes_whole", lambda _, whole=whole: whole)
             got += results(stream)
         for ranks in decode.RANKS:
             if shape[2] // ranks >= 16:  # columns

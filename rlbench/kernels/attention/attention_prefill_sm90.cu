@@ -8,7 +8,7 @@
 // THE SCHEDULE
 //
 // A thread block takes tiles of rows, (position, head in group) pairs, 64 for each consumer
-// warpgroup: every gridDim.x-th of all tiles, the longest first. The producer runs ahead, into the
+// warpgroup: one of each gridDim.x, the longest first. The producer runs ahead, into the
 // next tile, too. It copies Q, and K and V into two stages each, zeros for absent ones. A consumer
 // starts the next block's scores, then the last block's P V, and does its softmax while the latter
 // runs:
@@ -149,6 +149,18 @@ struct Places {
   }
 };
 
+// The places of a thread block, one a round: who comes first in one round comes last in the next, so
+// that all have about as much to do.
+struct Deal {
+  unsigned place = blockIdx.x;
+  unsigned step = 2 * (gridDim.x - blockIdx.x) - 1;
+
+  __device__ __forceinline__ void next() {
+    place += step;
+    step = 2 * gridDim.x - step;
+  }
+};
+
 // Key blocks that some row of the tile sees.
 __device__ __forceinline__ int blocks_of(const TileRows<kTileRows, kPaged>& rows) {
   const int limit = rows.limit(kTileRows - 1);
@@ -231,8 +243,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (lane != 0) return;
       prefetch_tensor_map(&k_map);
       prefetch_tensor_map(&v_map);
-      for (unsigned place = blockIdx.x; place < places.count(); place += gridDim.x) {
-        const TileRows<kTileRows, kPaged> rows = places(place, cu_seqlens_q, lengths_k);
+      for (Deal deal; deal.place < places.count(); deal.next()) {
+        const TileRows<kTileRows, kPaged> rows = places(deal.place, cu_seqlens_q, lengths_k);
         const int blocks = blocks_loaded(rows, work != nullptr);
         if (blocks == 0) continue;
         const int end = rows.limit(kTileRows - 1);
@@ -258,8 +270,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       return;
     }
     // Other warps copy Q, so that neither waits for the other's stages.
-    for (unsigned place = blockIdx.x; place < places.count(); place += gridDim.x) {
-      const TileRows<kTileRows, kPaged> rows = places(place, cu_seqlens_q, lengths_k);
+    for (Deal deal; deal.place < places.count(); deal.next()) {
+      const TileRows<kTileRows, kPaged> rows = places(deal.place, cu_seqlens_q, lengths_k);
       if (blocks_loaded(rows, work != nullptr) == 0) continue;
       copy_q(rows);
       copy_async_wait_all();
@@ -270,8 +282,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #else
     const Strides k_strides = {k_page_stride, k_row_stride, k_head_stride};
     const Strides v_strides = {v_page_stride, v_row_stride, v_head_stride};
-    for (unsigned place = blockIdx.x; place < places.count(); place += gridDim.x) {
-      const TileRows<kTileRows, kPaged> rows = places(place, cu_seqlens_q, lengths_k);
+    for (Deal deal; deal.place < places.count(); deal.next()) {
+      const TileRows<kTileRows, kPaged> rows = places(deal.place, cu_seqlens_q, lengths_k);
       const int blocks = blocks_loaded(rows, work != nullptr);
       if (blocks == 0) continue;
       const unsigned short* k_head = k + rows.kv_head * k_strides.head;
@@ -318,11 +330,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (lane == 0) mbarrier_arrive(empty);
   };
 
-  for (unsigned place = blockIdx.x; place < places.count(); place += gridDim.x) {
+  for (Deal deal; deal.place < places.count(); deal.next()) {
     // Computed again where it is needed, from a place that the compiler does not recognize: the
     // registers are worth more than the time.
     const auto tile_rows = [&]() {
-      unsigned same = place;
+      unsigned same = deal.place;
       asm volatile("" : "+r"(same));
       return places(same, cu_seqlens_q, lengths_k);
     };

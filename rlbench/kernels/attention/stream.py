@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rlbench.kernels.attention.request import Request
 
 _CAPABILITIES = range(9, 12)  # from 12 on shared memory is too small
-_ENOUGH_PER_SM = 2
-"""Sequences and KV heads for each SM from which on they are not split: an estimate, not measured."""
+_FULL = 0.9
+"""Of the GPU's room for thread blocks that whole sequences have to fill, else they are split."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,11 @@ class Variant(Family):
     name: ClassVar[str] = "stream"
     source: ClassVar[str] = "attention/attention_stream_sm90"
     threads: ClassVar[int] = 256
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Thread blocks that an SM has room for."""
+        return 2 if self.head_dim == 64 else 1
 
     @property
     def shared_bytes(self) -> int:
@@ -58,15 +63,23 @@ def _reaches(tensor: Tensor) -> bool:
     return tensor.dim() == 3 or last // 8 < 2**32
 
 
+def takes_whole(request: Request) -> bool:
+    """Whether a thread block takes all splits of a sequence, which saves merging them elsewhere:
+    where whole sequences leave next to no SM idle at any time."""
+    rows = request.decode_units // request.splits
+    room = sms(request.device) * Variant(*request.build).blocks_per_sm
+    rounds = -(-rows // room)
+    return request.splits == 1 or rows >= _FULL * rounds * room
+
+
 def plan(request: Request) -> Plan:
     """What a decode step launches. The device is the current one."""
     from cuda.core import LaunchConfig
 
     variant = Variant(*request.build)
-    rows = request.decode_units // request.splits
-    whole = request.splits == 1 or rows >= _ENOUGH_PER_SM * sms(request.device)
+    whole = takes_whole(request)
     config = LaunchConfig(
-        grid=rows if whole else request.decode_units,
+        grid=request.decode_units // (request.splits if whole else 1),
         block=variant.threads,
         shmem_size=variant.shared_bytes,
     )

@@ -50,8 +50,8 @@ def decode_plan(problem: Problem, ranks: int = 4) -> Plan:
 
 
 def stream_plan(problem: Problem, *, whole: bool) -> Plan:
-    """whole: a thread block takes all splits of a sequence, as on a GPU of few SMs."""
-    with _gpu(sms=0 if whole else 10**6):
+    """whole: a thread block takes all splits of a sequence."""
+    with _gpu(), mock.patch.object(stream, "takes_whole", return_value=whole):
         return stream.plan(problem.request)
 
 
