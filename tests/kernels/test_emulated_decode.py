@@ -63,9 +63,7 @@ PLANS: dict[str, Callable[[Problem], Plan]] = {
     **{f"{ranks}-ranks": functools.partial(decode_plan, ranks=ranks) for ranks in decode.RANKS},
 }
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
-# Eight ranks would have half a tensor core's tile of 64 columns each.
-PLANS_OF_64 = [plan for plan in PLANS if plan != "8-ranks"]
-each_plan_of_64 = pytest.mark.parametrize("plan", PLANS_OF_64)
+each_plan = pytest.mark.parametrize("plan", PLANS)
 
 
 @each_case
@@ -73,25 +71,22 @@ def test_generic_kernel_is_near_fp64(case: Case) -> None:
     assert_close(generic_result(case), reference(problem_of(case)))
 
 
-@pytest.mark.parametrize(
-    ("plan", "case"),
-    [(p, c) for p in PLANS for c in CASES if c.head_dim > 64 or p in PLANS_OF_64],
-    ids=str,
-)
-def test_decode_kernels_have_the_generic_kernels_bits(plan: str, case: Case) -> None:
+@each_case
+@each_plan
+def test_decode_kernels_have_the_generic_kernels_bits(case: Case, plan: str) -> None:
     problem = problem_of(case)
     schedule = SHUFFLED if case.page_size else LAZY_SHUFFLED
     assert_same_bits(run(problem, PLANS[plan](problem), schedule), generic_result(case))
 
 
-@each_plan_of_64
+@each_plan
 @pytest.mark.parametrize("schedule", [EAGER, SHUFFLED, LAZY, LAZY_SHUFFLED], ids=str)
 def test_decode_kernels_have_these_bits_in_other_schedules(plan: str, schedule: Schedule) -> None:
     problem = problem_of(SMALL)
     assert_same_bits(run(problem, PLANS[plan](problem), schedule), generic_result(SMALL))
 
 
-@each_plan_of_64
+@each_plan
 def test_more_keys_than_promised_are_nan(plan: str) -> None:
     split = split_keys(64)
     problem = problem_of(CASES[1]._replace(lengths=((1, split), (1, split + 1), (1, 5))))

@@ -20,8 +20,11 @@ _KEY_WARPS = 8
 _KEY_STAGES = 4
 _COLUMNS = 16  # of a value warp; no rank has fewer
 _CAPABILITIES = range(9, 12)  # which have clusters; from 12 on shared memory is too small
-RANKS = (8, 4, 2)
+RANKS = (4, 2)
 """Thread blocks that may share a split, the most first. It does not change the bits."""
+_SMS_OF_UNIT = 4
+"""SMs for each split of each sequence under each KV head, from which on clusters are faster than
+the streaming kernel (measured on an H200)."""
 
 
 @dataclass(frozen=True)
@@ -70,22 +73,18 @@ class Variant(Family):
 def variants() -> Iterator[Variant]:
     """Every build that a call can ask for, from compute capability 9.0."""
     for ranks in RANKS:
-        ranked: Iterator[Variant] = every(functools.partial(Variant, ranks=ranks))
-        yield from (build for build in ranked if build.value_warps > 0)
+        yield from every(functools.partial(Variant, ranks=ranks))
 
 
 def variant_for(request: Request) -> Variant | None:
     """The build with the most ranks that the GPU can take all clusters of at once; None if there is
     none, or the call is no decode step. The bits are the same whoever serves it."""
-    if request.max_seqlen_q != 1:
+    if request.max_seqlen_q != 1 or request.decode_units * _SMS_OF_UNIT > sms(request.device):
         return None
     for ranks in RANKS:
         variant = Variant(*request.build, ranks)
-        if (
-            variant.value_warps > 0
-            and request.decode_units * ranks <= sms(request.device)
-            and fits(variant, request.device, _CAPABILITIES)
-            and request.decode_units <= _room(variant, request.device)
+        if fits(variant, request.device, _CAPABILITIES) and request.decode_units <= _room(
+            variant, request.device
         ):
             return variant
     return None
