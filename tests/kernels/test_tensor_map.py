@@ -17,7 +17,7 @@ from emulation.launches import prefill_plan_on
 from emulation.problems import Case, Problem, problem_of
 
 from rlbench.kernels.attention import launch, prefill, tensor_map
-from rlbench.kernels.attention.tensor_map import TensorMap, of_keys
+from rlbench.kernels.attention.tensor_map import TensorMap, of_keys, of_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,6 +43,41 @@ def test_map_of_contiguous_keys() -> None:
         strides=(1024, 128, 512, 1024),
         box=(64, 80, 4, 1, 1),
     )
+
+
+def test_map_of_tiles() -> None:
+    paged = keys((9, 32, 2, 128), (8192, 256, 128, 1))
+    assert of_tiles(K, paged, rows=16, columns=128) == TensorMap(
+        pointer=K,
+        shift=0,
+        shape=(64, 32, 2, 2, 9),
+        strides=(512, 128, 256, 16384),
+        box=(64, 16, 2, 1, 1),
+    )
+    half = of_tiles(K, keys((100, 2, 256), (512, 256, 1)), rows=16, columns=32)
+    assert half == TensorMap(
+        pointer=K,
+        shift=0,
+        shape=(64, 100, 4, 2, 1),
+        strides=(1024, 128, 512, 512),
+        box=(32, 16, 1, 1, 1),
+    )
+    assert half.swizzle == 64
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((9, 24, 2, 64), (3072, 128, 64, 1)),  # a tile would be in two pages
+        ((9, 16, 2, 64), (0, 128, 64, 1)),
+        ((9, 16, 2, 64), (2048, 0, 64, 1)),
+        ((9, 16, 2, 64), (2048, 132, 64, 1)),
+        ((0, 16, 2, 64), (2048, 128, 64, 1)),
+        ((0, 2, 64), (128, 64, 1)),
+    ],
+)
+def test_no_map_of_tiles(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    assert of_tiles(K, keys(shape, strides), rows=16, columns=64) is None
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -1,10 +1,13 @@
-"""Tensor maps: how the tensor memory accelerator finds packed keys and values (CUtensorMap).
+"""Tensor maps: how the tensor memory accelerator finds keys and values (CUtensorMap).
 
-A sequence may end anywhere in a block of keys, and what is after it must come as zeros, which the
-hardware writes for what is outside of a map's tensor. So the tensor's rows are made to end where
-the copy says: with n rows in all, the map begins n rows early, and has the rows in two dimensions,
-x < n and y. A box at x = n - end + key, y = first + end is at row first + key, and leaves the
-tensor with key `end`. (FlashAttention-4 writes ragged outputs that way.)
+`of_keys` is for the prefill, `of_tiles` for decode steps. A box comes to shared memory with the
+swizzle of its rows' bytes: 128, 64 or 32.
+
+For the prefill, a sequence may end anywhere in a block of keys, and what is after it must come as
+zeros, which the hardware writes for what is outside of a map's tensor. So the tensor's rows are
+made to end where the copy says: with n rows in all, the map begins n rows early, and has the rows
+in two dimensions, x < n and y. A box at x = n - end + key, y = first + end is at row first + key,
+and leaves the tensor with key `end`. (FlashAttention-4 writes ragged outputs that way.)
 """
 
 from __future__ import annotations
@@ -42,6 +45,11 @@ class TensorMap(NamedTuple):
     """In bytes, of all dimensions but the first."""
     box: tuple[int, ...]
 
+    @property
+    def swizzle(self) -> int:
+        """Bytes in which chunks of a box's rows are permuted."""
+        return self.box[0] * _ELEMENT_BYTES
+
 
 class Encoded(NamedTuple):
     """What a kernel takes: BYTES at an address that is good as long as this is kept."""
@@ -64,10 +72,8 @@ def of_keys(pointer: int, keys: Tensor) -> TensorMap | None:
     possible = (
         0 < rows < _COORDINATE_LIMIT - 1
         and heads < _COORDINATE_LIMIT
-        and all(
-            0 < stride < _STRIDE_LIMIT and stride % _STRIDE_UNIT == 0
-            for stride in (row_stride, head_stride)
-        )
+        and _is_stride(row_stride)
+        and _is_stride(head_stride)
     )
     if not possible:
         return None
@@ -78,6 +84,46 @@ def of_keys(pointer: int, keys: Tensor) -> TensorMap | None:
         (row_stride, _PANEL * _ELEMENT_BYTES, head_stride, row_stride),
         (_PANEL, BLOCK_KEYS[head_dim], panels, 1, 1),
     )
+
+
+def of_tiles(pointer: int, keys: Tensor, rows: int, columns: int) -> TensorMap | None:
+    """The map of packed or paged K or V, or None if there can be none.
+
+    keys: [total_k, kv_heads, head_dim] or [pages, page_size, kv_heads, head_dim], as `checks.check`
+    has found them. Packed keys are one page. The dimensions are the elements of a panel, keys of a
+    page, panels, KV heads, pages. A box is `rows` keys of one page x `columns` elements of one
+    head, which begin at a multiple of `columns`.
+    """
+    pages, page_size, heads, head_dim = keys.shape if keys.dim() == 4 else (1, *keys.shape)
+    row = head_dim * _ELEMENT_BYTES
+    strides = [stride * _ELEMENT_BYTES for stride in keys.stride()[:-1]]
+    page_stride, row_stride, head_stride = strides if keys.dim() == 4 else (row, *strides)
+    # The stride of a single one is anything, and is not used.
+    row_stride = row_stride if page_size > 1 else row
+    head_stride = head_stride if heads > 1 else row
+    page_stride = page_stride if pages > 1 else row
+    paged = keys.dim() == 4
+    possible = (
+        0 < page_size < _COORDINATE_LIMIT
+        and not (paged and page_size % rows)
+        and 0 < pages < _COORDINATE_LIMIT
+        and all(map(_is_stride, (row_stride, head_stride, page_stride)))
+    )
+    if not possible:
+        return None
+    panel = min(_PANEL, columns)
+    return TensorMap(
+        pointer,
+        0,
+        (_PANEL, page_size, head_dim // _PANEL, heads, pages),
+        (row_stride, _PANEL * _ELEMENT_BYTES, head_stride, page_stride),
+        (panel, rows, columns // panel, 1, 1),
+    )
+
+
+def _is_stride(size: int) -> bool:
+    """Whether a map can have a stride of so many bytes."""
+    return 0 < size < _STRIDE_LIMIT and size % _STRIDE_UNIT == 0
 
 
 @functools.lru_cache(KEPT)
@@ -103,7 +149,7 @@ def encoded(tensor_map: TensorMap, pointer: int) -> Encoded:
         (ctypes.c_uint32 * rank)(*tensor_map.box),
         (ctypes.c_uint32 * rank)(*(1,) * rank),  # every element
         int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
-        int(driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B),
+        int(getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{tensor_map.swizzle}B")),
         int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
         int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),  # zeros
     )

@@ -24,4 +24,13 @@ __device__ __forceinline__ void copy_box(unsigned shared, const TensorMap* map, 
       : "memory");
 }
 
+// Starts bringing a box into the L2.
+__device__ __forceinline__ void prefetch_box(const TensorMap* map, int c0, int c1, int c2, int c3,
+                                             int c4) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(map),
+      "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
 }  // namespace rlbench

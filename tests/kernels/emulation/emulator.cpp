@@ -224,7 +224,9 @@ void perform(const Box& box) {
             }
             // The swizzle is a function of the address.
             const unsigned address = box.address + offset;
-            unsigned char* to = box.shared + ((address ^ (address >> 7 & 7) << 4) - box.address);
+            const unsigned last_chunk = static_cast<unsigned>(size[0] / 8 - 1);
+            const unsigned swizzled = address ^ (address >> 7 & last_chunk) << 4;
+            unsigned char* to = box.shared + (swizzled - box.address);
             if (inside) {
               check_global(reinterpret_cast<void*>(from), 16);
               std::memcpy(to, reinterpret_cast<void*>(from), 16);
@@ -467,10 +469,11 @@ void arrive_after_copies(unsigned barrier) {
 void start_box(unsigned shared, const TensorMap& map, unsigned barrier, const Coordinates& first) {
   size_t bytes = 2;
   for (const uint64_t size : map.box) bytes *= size;
-  if (map.box[0] * 2 != 128) fault("a box of %zu bytes a row is not swizzled", map.box[0] * 2);
-  if (shared % 1024 != 0) fault("a box to %u, where the swizzle does not begin", shared);
+  const uint64_t row = map.box[0] * 2;
+  if (row != 32 && row != 64 && row != 128) fault("a box of %zu bytes a row", row);
+  if (shared % (row * 8) != 0) fault("a box to %u, where the swizzle does not begin", shared);
   if (map.address % 16 != 0) fault("a tensor map that is not aligned");
-  if (map.shape[0] != 64 || first.of[0] != 0) fault("a box that is not of whole panels");
+  if (map.shape[0] != 64 || first.of[0] % map.box[0] != 0) fault("a box across panels");
   for (const uint64_t stride : map.strides) {
     if (stride % 16 != 0 || stride == 0 || stride >> 40) fault("a tensor map with such strides");
   }

@@ -71,7 +71,7 @@ void wait_copies(size_t pending_groups);
 void arrive_after_copies(unsigned barrier);
 
 // A tensor of 16-bit elements and a box of it, up to five dimensions, the fastest first. It comes to
-// shared memory with the swizzle of 128 bytes.
+// shared memory with the swizzle of its rows' bytes.
 struct TensorMap {
   uint64_t address;
   uint64_t shape[5];

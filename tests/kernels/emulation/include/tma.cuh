@@ -14,4 +14,6 @@ inline void copy_box(unsigned shared, const TensorMap* map, unsigned barrier, in
   emulator::start_box(shared, *map, barrier, {c0, c1, c2, c3, c4});
 }
 
+inline void prefetch_box(const TensorMap*, int, int, int, int, int) {}
+
 }  // namespace rlbench
