@@ -55,6 +55,7 @@ CASES = [
     case(128, torch.float16, 7, 10, 1),
     case(256, torch.bfloat16, None, 5, 1),
     case(256, torch.bfloat16, 16, 8, 1),
+    case(128, torch.bfloat16, 32, 4, 1),
 ]
 SMALL = CASES[1]._replace(lengths=((1, 300), (1, 1000)))
 PLANS: dict[str, Callable[[Problem], Plan]] = {
@@ -71,9 +72,13 @@ def test_generic_kernel_is_near_fp64(case: Case) -> None:
     assert_close(generic_result(case), reference(problem_of(case)))
 
 
-@each_case
-@each_plan
-def test_decode_kernels_have_the_generic_kernels_bits(case: Case, plan: str) -> None:
+@pytest.mark.parametrize(
+    ("plan", "case"),
+    # TMA brings 16 keys of a page.
+    [(p, c) for p in PLANS for c in CASES if "ranks" not in p or (c.page_size or 16) % 16 == 0],
+    ids=str,
+)
+def test_decode_kernels_have_the_generic_kernels_bits(plan: str, case: Case) -> None:
     problem = problem_of(case)
     schedule = SHUFFLED if case.page_size else LAZY_SHUFFLED
     assert_same_bits(run(problem, PLANS[plan](problem), schedule), generic_result(case))
@@ -84,6 +89,18 @@ def test_decode_kernels_have_the_generic_kernels_bits(case: Case, plan: str) -> 
 def test_decode_kernels_have_these_bits_in_other_schedules(plan: str, schedule: Schedule) -> None:
     problem = problem_of(SMALL)
     assert_same_bits(run(problem, PLANS[plan](problem), schedule), generic_result(SMALL))
+
+
+@each_plan
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_the_next_sequence_may_hold_anything(plan: str, head_dim: int) -> None:
+    case = Case(head_dim, torch.bfloat16, None, 8, 1, ((1, 300), (1, 200)))
+    problem = problem_of(case)
+    k, v = problem.request.k.clone(), problem.request.v.clone()
+    k[300:], v[300:] = float("inf"), float("nan")
+    poisoned = replace(problem, request=replace(problem.request, k=k, v=v))
+    want, got = generic_result(case), run(poisoned, PLANS[plan](poisoned), LAZY_SHUFFLED)
+    assert_same_bits(Result(got.out[0], got.lse[0]), Result(want.out[0], want.lse[0]))
 
 
 @each_plan

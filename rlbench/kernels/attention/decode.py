@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from rlbench.kernels.attention import combine
+from rlbench.kernels.attention import combine, tensor_map
 from rlbench.kernels.attention.family import Family, every
 from rlbench.kernels.attention.launch import Launch, Plan, fits, kernel_of, sms
 from rlbench.kernels.attention.request import BLOCK_KEYS, HEADS, split_keys
@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rlbench.kernels.attention.request import Request
+    from rlbench.kernels.attention.tensor_map import TensorMap
 
+_K, _V = 1, 2  # among the pointers
+_TILE_KEYS = 16
 _KEY_WARPS = 8
-_KEY_STAGES = 4
+_KEY_RING = 8192  # bytes of a key warp
 _COLUMNS = 16  # of a value warp; no rank has fewer
 _CAPABILITIES = range(9, 12)  # which have clusters; from 12 on shared memory is too small
 RANKS = (4, 2)
@@ -44,25 +47,35 @@ class Variant(Family):
 
     @property
     def value_warps(self) -> int:
-        return self.head_dim // self.ranks // _COLUMNS
+        return self.columns // _COLUMNS
+
+    @property
+    def columns(self) -> int:
+        """Of the output, for one rank."""
+        return self.head_dim // self.ranks
+
+    @property
+    def unit_dims(self) -> int:
+        """Dims of K that come at a time."""
+        return min(128, self.head_dim)
 
     @property
     def threads(self) -> int:
-        return 32 * (_KEY_WARPS + self.value_warps)
+        return 32 * (self.value_warps + _KEY_WARPS + 1)
 
     @property
     def shared_bytes(self) -> int:
-        """Rings of K and V, the scores of a split, Q, and what is said about a block."""
-        key_ring = _KEY_WARPS * _KEY_STAGES * 16 * 128
-        value_ring = self.value_warps * min(32, 64 // self.value_warps) * 32 * 32
-        scores = split_keys(self.head_dim) * HEADS * 4
+        """Rings of K and V, the scores of a split, Q, what is said about tiles and blocks, barriers,
+        and room to align them to 1024 bytes."""
+        keys = split_keys(self.head_dim)
+        group = 2 * _TILE_KEYS * self.columns * 2
+        value_stages = 32 if group <= 2048 else 65536 // group
+        rings = _KEY_WARPS * _KEY_RING + value_stages * group
         query = HEADS * (self.head_dim * 2 + 16)
-        said = (3 * self._blocks + 2) * HEADS * 4 + 8
-        return key_ring + value_ring + scores + query + said
-
-    @property
-    def _blocks(self) -> int:
-        return split_keys(self.head_dim) // BLOCK_KEYS[self.head_dim]
+        said = keys // _TILE_KEYS + 3 * keys // BLOCK_KEYS[self.head_dim] + 2
+        key_stages = _KEY_RING // (_TILE_KEYS * self.unit_dims * 2)
+        barriers = _KEY_WARPS * key_stages + 2 * value_stages + 1
+        return rings + query + (keys + said) * HEADS * 4 + barriers * 8 + 1024
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -80,6 +93,8 @@ def variant_for(request: Request) -> Variant | None:
     """The build with the most ranks that the GPU can take all clusters of at once; None if there is
     none, or the call is no decode step. The bits are the same whoever serves it."""
     if request.max_seqlen_q != 1 or request.decode_units * _SMS_OF_UNIT > sms(request.device):
+        return None
+    if not tensor_map.is_on():
         return None
     for ranks in RANKS:
         variant = Variant(*request.build, ranks)
@@ -103,17 +118,27 @@ def plan(request: Request) -> Plan:
 
 
 def plan_of(request: Request, variant: Variant) -> Plan:
-    """What a decode step launches with that build."""
+    """What a decode step launches with that build, which can take it."""
     from cuda.core import LaunchConfig
 
+    maps = maps_of(request, variant)
+    assert maps
     config = LaunchConfig(
         grid=request.decode_units * variant.ranks,  # the source has the cluster's size
         block=variant.threads,
         shmem_size=variant.shared_bytes,
     )
-    parts = Launch(config, kernel_of(variant, request.device), combine.numbers(request))
+    kernel = kernel_of(variant, request.device)
+    parts = Launch(config, kernel, combine.numbers(request), maps)
     one = request.splits == 1
     return Plan(request.device, (parts,), 0) if one else combine.after(request, parts)
+
+
+def maps_of(request: Request, variant: Variant) -> tuple[TensorMap, ...]:
+    """What the kernel takes after everything else; nothing where it cannot take the call."""
+    k = tensor_map.of_tiles(_K, request.k, _TILE_KEYS, variant.unit_dims)
+    v = tensor_map.of_tiles(_V, request.v, _TILE_KEYS, variant.columns)
+    return () if k is None or v is None else (k, v)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from rlbench.kernels.attention.request import BLOCK_KEYS
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+SWITCH = "RLBENCH_ATTENTION_TMA"
+"""Environment variable: 0 has keys copied by cp.async everywhere, with the same bits."""
 BYTES = 128  # of an encoded map
 _ALIGNMENT = 128  # the driver asks for 64, its header for 128
 _PANEL = 64  # elements of a row that lie together in shared memory: what the swizzle is for
@@ -56,6 +59,11 @@ class Encoded(NamedTuple):
 
     address: int
     memory: ctypes.Array[ctypes.c_char]
+
+
+def is_on() -> bool:
+    """Whether kernels may take maps."""
+    return os.environ.get(SWITCH, "1") != "0"
 
 
 def of_keys(pointer: int, keys: Tensor) -> TensorMap | None:
