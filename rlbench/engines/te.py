@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rlbench.engines import _cudnn
 from rlbench.engines._engine import Claim, Engine
 from rlbench.errors import Unavailable, Unsupported
 from rlbench.results.vocabulary import Property
@@ -58,6 +59,14 @@ def load_attention(options: Mapping[str, str], device: str) -> Kernel:
         "deterministic": str("deterministic" in options),
         "paged": "keys copied out of the pages at every run",
     }
+
+    torchs = _cudnn.version()
+    if torchs not in ("none", resolved["cudnn"]):
+        # Then TE may find its own cuDNN unfit for anything, and fall back without a word.
+        resolved["cudnn"] += (
+            f", while torch has {torchs}; CUDNN_HOME says which one Transformer Engine loads "
+            "(docs/environments.md)"
+        )
 
     if cudnn < WORKSPACE_MENDED and torch.cuda.get_device_capability(device)[0] == HOPPER:
         resolved["backward"] = (

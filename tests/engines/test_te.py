@@ -209,6 +209,15 @@ def test_a_cudnn_whose_backward_is_known_to_be_wrong_is_told(
     assert ("issue 2186" in load().resolved.get("backward", "")) is told
 
 
+@pytest.mark.usefixtures("library")
+def test_two_cudnns_in_a_process_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.backends.cudnn.version", lambda: 91900)
+    told = load().resolved["cudnn"]
+    assert told.startswith("9.21.0, while torch has 9.19.0; CUDNN_HOME")
+    monkeypatch.setattr("torch.backends.cudnn.version", lambda: 92100)
+    assert load().resolved["cudnn"] == "9.21.0"
+
+
 def test_no_backend_is_unsupported_and_other_errors_stay(library: Library) -> None:
     run = load().bind(packed())
     library.refusal = f"{te.NO_BACKEND} for the provided inputs."

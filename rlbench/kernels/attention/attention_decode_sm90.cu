@@ -333,9 +333,9 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     float before = -kInfinity;
 #pragma unroll 4
     for (int earlier = item % kHeads; earlier < item; earlier += kHeads) {
-      before = next_reference(before, shared_float(memory, kBlockMax, earlier), scale_log2);
+      before = fmaxf(before, shared_float(memory, kBlockMax, earlier));
     }
-    const float next = next_reference(before, shared_float(memory, kBlockMax, item), scale_log2);
+    const float next = fmaxf(before, shared_float(memory, kBlockMax, item));
     const float reference = next == -kInfinity ? 0.0f : next;
     shared_float(memory, kRescale, item) =
         exp2_approx(__fmul_rn(__fsub_rn(before, reference), scale_log2));

@@ -16,8 +16,7 @@
 //
 //   1. S[j] = sum over d of Q[d] K[j][d] in fp32, as a chain of k16 tensor core steps, d ascending,
 //      starting from +0. Keys at or past limit get S[j] = -inf.
-//   2. b = max over j of S[j];   m' = b if fl(fl(b - m) c) > 8, else m
-//      m* = m' if m' > -inf, else 0
+//   2. m' = max(m, max over j of S[j]);   m* = m' if m' > -inf, else 0
 //   3. a = ex2(fl((fl(m - m*)) c));   P[j] = ex2(fma(S[j], c, -fl(m* c))), with ex2.approx.ftz
 //   4. For each quad lane q in 0..3, which owns the keys 8 t + 2 q and 8 t + 2 q + 1 of the block:
 //      l[q] = fl(l[q] a), then for t ascending

@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
     // What the block's weights are relative to; all warps find the same.
     HeadPair next;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) next.of[h] = next_reference(max.of[h], largest.of[h], scale_log2);
+    for (int h = 0; h < 2; ++h) next.of[h] = fmaxf(max.of[h], largest.of[h]);
     if (__any_sync(kFullWarp, next.of[0] != max.of[0] || next.of[1] != max.of[1])) {
       HeadPair rescale;
 #pragma unroll
