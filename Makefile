@@ -12,9 +12,10 @@ EXTRAS := $(if $(wildcard /dev/nvidiactl /dev/dxg),[kernels],)
 bench: $(VENV)/installed ## measure attention on the GPU if there is one, else on the CPU
 	$(BIN)/rlbench attention $(ARGS)
 
-# One thread: the tests' many small processes would only get in each other's way with more.
+# Two at a time, each with one thread: the tests' many small processes would get in each other's way
+# with more. A file stays in one process, which compiles what its tests share.
 test: lint types ## all checks
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check
