@@ -27,7 +27,16 @@ from attention_calls import (
     skip_without_gpu,
 )
 
-from rlbench.kernels.attention import attention, decode, generic, launch, operator, prefill, stream
+from rlbench.kernels.attention import (
+    attention,
+    decode,
+    generic,
+    launch,
+    operator,
+    prefill,
+    stream,
+    tensor_map,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,6 +69,7 @@ def all_ways(steps: list[Sequence], generator: torch.Generator) -> Iterator[list
     yield [run([step])[0] for step in steps]
     yield run(steps)
     yield run_paged(steps, 16, generator)
+    yield run_paged(steps, 64, generator)
     yield run_paged(steps[::-1], 7, generator)[::-1]
 
 
@@ -113,11 +123,14 @@ def test_decode_kernels_have_the_generic_kernels_bits(
             return [*all_ways(steps, generator)]
 
     want = results(generic)
-    got = [*want[1:], *results(stream)]
+    got = want[1:]
     with monkeypatch.context() as forced:
-        for whole in (True, False):
-            forced.setattr(stream, "takes_whole", lambda _, whole=whole: whole)
-            got += results(stream)
+        for tma in ("1", "0"):
+            forced.setenv(tensor_map.SWITCH, tma)
+            for whole in (True, False):
+                forced.setattr(stream, "takes_whole", lambda _, whole=whole: whole)
+                got += results(stream)
+        forced.setenv(tensor_map.SWITCH, "1")
         for ranks in decode.RANKS:
             forced.setattr(decode, "variant_for", functools.partial(with_ranks, ranks))
             got += results(decode)
@@ -154,9 +167,9 @@ def test_prefill_kernel_has_the_generic_kernels_bits(
             return run_paged(sequences, page_size, generator, causal=causal)
         return run(sequences, causal=causal)
 
-    monkeypatch.setenv(prefill.SWITCH, "1")
+    monkeypatch.setenv(tensor_map.SWITCH, "1")
     fast = results()
-    monkeypatch.setenv(prefill.SWITCH, "0")
+    monkeypatch.setenv(tensor_map.SWITCH, "0")
     without_tma = results()
     monkeypatch.setattr(prefill, "serves", lambda *_: False)
     for n, result, other, want in zip(lengths, fast, without_tma, results(), strict=True):
@@ -176,7 +189,7 @@ def test_prefill_sees_nothing_of_the_next_sequence(
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(prefill.SWITCH, tma)
+    monkeypatch.setenv(tensor_map.SWITCH, tma)
     sequences = [make(lq, lk, shape, torch.bfloat16, generator) for lq, lk in ((90, 203), (0, 150))]
     want = run(sequences)[0]
     sequences[1].k.fill_(NAN)

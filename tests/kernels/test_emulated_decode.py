@@ -55,11 +55,15 @@ CASES = [
     case(128, torch.float16, 7, 10, 1),
     case(256, torch.bfloat16, None, 5, 1),
     case(256, torch.bfloat16, 16, 8, 1),
+    case(128, torch.bfloat16, 32, 8, 2),
+    case(64, torch.float16, 128, 8, 1),
 ]
 SMALL = CASES[1]._replace(lengths=((1, 300), (1, 1000)))
 PLANS: dict[str, Callable[[Problem], Plan]] = {
     "stream-splits": functools.partial(stream_plan, whole=False),
     "stream-whole": functools.partial(stream_plan, whole=True),
+    "stream-splits-tma": functools.partial(stream_plan, whole=False, tma=True),
+    "stream-whole-tma": functools.partial(stream_plan, whole=True, tma=True),
     **{f"{ranks}-ranks": functools.partial(decode_plan, ranks=ranks) for ranks in decode.RANKS},
 }
 each_case = pytest.mark.parametrize("case", CASES, ids=str)

@@ -133,7 +133,7 @@ def test_plan_uses_tma_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     one_head = problem.request.v[:, :1].expand(-1, 2, -1)
     expanded = replace(problem, request=replace(problem.request, v=one_head))
     assert build_of(expanded) == prefill.Variant(64, "Bf16", paged=False)
-    monkeypatch.setenv(prefill.SWITCH, "0")
+    monkeypatch.setenv(tensor_map.SWITCH, "0")
     assert build_of(problem) == prefill.Variant(64, "Bf16", paged=False)
 
 

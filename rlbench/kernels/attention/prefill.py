@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from rlbench.kernels.attention.request import Request
     from rlbench.kernels.attention.tensor_map import TensorMap
 
-SWITCH = "RLBENCH_ATTENTION_TMA"
-"""Environment variable: 0 has packed keys copied by cp.async, as pages are, with the same bits."""
 _K, _V = 1, 2  # among the pointers
 _NARROW = 64  # head dim
 _STAGES = 2  # of K and of V
@@ -88,7 +85,7 @@ def serves(request: Request) -> bool:
 
 def plan(request: Request) -> Plan:
     """What the request launches. The device is the current one."""
-    maps = maps_of(request) if os.environ.get(SWITCH, "1") != "0" else ()
+    maps = maps_of(request) if tensor_map.are_on() else ()
     build = Variant(*request.build, tma=bool(maps))
     # Tiles are dealt out in turns, which is fair where all sequences are equally long; where they
     # are not, the GPU deals them out as blocks become free.
