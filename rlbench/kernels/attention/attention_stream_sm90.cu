@@ -14,6 +14,9 @@
 // block n and V of block n - 1, which are needed together, are asked for kStages turns before that,
 // as soon as what was in their place has been used up.
 //
+// Copies are TMA's where there can be maps (key_boxes.cuh), else cp.async's (key_stream.cuh); only
+// the places of a tile's chunks in shared memory differ.
+//
 // A step of decoding meets empty caches, also those of instructions, so there is little code: the
 // first copies are asked for by turns of the same loop that have no scores yet.
 //
