@@ -186,6 +186,17 @@ def test_pages_beyond_32_bits_of_chunks_are_streamed_by_tma_alone(
         assert not stream.serves(far(of_rows))
 
 
+@pytest.mark.parametrize("size", [2, 3, 16, 48, 528, 2**20 + 16, 2**30, 2**30 + 1, 2**31 - 1])
+def test_pages_are_found_without_a_division(size: int) -> None:
+    encoded = stream.divisor(size)
+    factor, shift = encoded % 2**32, encoded >> 32
+    most = 2**31 - 1
+    for multiple in {0, size, 7 * size, most // 2 // size * size, most // size * size}:
+        for key in (multiple - 1, multiple, multiple + size - 1, most):
+            if 0 <= key <= most:
+                assert (key * factor >> 32) >> shift == key // size
+
+
 # What is below would not be noticed by an emulator that notices nothing.
 
 

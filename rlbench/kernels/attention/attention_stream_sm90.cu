@@ -120,11 +120,11 @@ struct HeadPair {
   }
 };
 
-// The maps are tensor_map.of_ends; pages are so many rows apart.
+// The maps are tensor_map.of_ends; pages are so many rows apart (tensor_map.page_rows).
 #if TMA
-#define MAPS                                                                                     \
-  , long long k_page_rows_arg, long long v_page_rows_arg, const __grid_constant__ TensorMap k_map, \
-      const __grid_constant__ TensorMap v_map
+#define MAPS                                                                                  \
+  , long long page_divisor_arg, long long k_page_rows_arg, long long v_page_rows_arg,         \
+      const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map
 #else
 #define MAPS
 #endif
@@ -200,8 +200,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
   const int end_key = split_end < task.k_length ? split_end : task.k_length;
   const int* pages = kPaged ? block_table + task.sequence * table_stride : nullptr;
 #if TMA
-  Keys keys(&k_map, &v_map, task.kv_head, task.k_begin, pages, page_size_arg, k_page_rows_arg,
-            v_page_rows_arg, first_block, end_key, warp, lane);
+  Keys keys(&k_map, &v_map, task.kv_head, task.k_begin, pages, page_size_arg,
+            page_divisor_arg, k_page_rows_arg, v_page_rows_arg, first_block, end_key, warp, lane);
   // K of a block and V of the one before it.
   const auto ask = [&](int block) {
     if (warp < Keys::kBoxes && block <= end_block) {

@@ -101,6 +101,13 @@ def _reaches(tensor: Tensor) -> bool:
     return tensor.dim() == 3 or last // 8 < 2**32
 
 
+def divisor(size: int) -> int:
+    """What divides numbers below 2^31 by `size`, from 2 to there: a factor in the low 32 bits, and
+    by how much the product's high half is shifted (Granlund and Montgomery, 1994)."""
+    log = (size - 1).bit_length()
+    return -(-(1 << (31 + log)) // size) | (log - 1) << 32
+
+
 def takes_whole(request: Request) -> bool:
     """Whether a thread block takes all splits of a sequence, which saves merging them elsewhere:
     where whole sequences leave next to no SM idle at any time."""
@@ -123,6 +130,7 @@ def plan(request: Request) -> Plan:
     )
     numbers = combine.numbers(request)
     if variant.tma:
-        numbers += (tensor_map.page_rows(request.k), tensor_map.page_rows(request.v))
+        page_rows = tensor_map.page_rows(request.k), tensor_map.page_rows(request.v)
+        numbers += (divisor(request.k.shape[1]) if variant.paged else 0, *page_rows)
     parts = Launch(config, kernel_of(variant, request.device), numbers, maps)
     return Plan(request.device, (parts,), 0) if whole else combine.after(request, parts)

@@ -8,12 +8,26 @@
 
 namespace rlbench {
 
+// How many pages a key lies behind the first one (stream.divisor): a division by what all threads
+// agree on.
+struct Divisor {
+  unsigned factor, shift;
+
+  __device__ __forceinline__ explicit Divisor(long long encoded)
+      : factor(static_cast<unsigned>(encoded)), shift(static_cast<unsigned>(encoded >> 32)) {}
+
+  __device__ __forceinline__ unsigned operator()(unsigned key) const {
+    return static_cast<unsigned>(static_cast<unsigned long long>(key) * factor >> 32) >> shift;
+  }
+};
+
 // A block is kBoxes boxes of kBoxKeys keys x kHeadDim, each of one page, and a warp copies one of
 // them. Step n of the stream is K of block n and V of block n - 1, which are needed together.
 //
-// Of the maps (tensor_map.of_ends) the dimensions are the elements of a panel, x < kBoxKeys, panels,
-// KV heads, and y: a box at x = kBoxKeys - n, y = row + n has n keys from `row` on, then zeros, of
-// which none are read. So absent keys, and V before the first block, need nothing but coordinates.
+// Of the maps (tensor_map.of_ends) the dimensions are the elements of a panel, x < kBoxKeys,
+// panels, KV heads, and y: a box at x = kBoxKeys - n, y = row + n has n keys from `row` on, then
+// zeros, of which none are read. So absent keys, and V before the first block, need nothing but
+// coordinates.
 template <int kHeadDim, int kBlockKeys, int kBoxKeys, bool kPaged>
 class KeyBoxes {
  public:
@@ -30,6 +44,7 @@ class KeyBoxes {
   int v_x, v_y;      // of the box before it
   // Of pages: a lane finds the one of every 32nd block, long before it is needed.
   const int* table;
+  Divisor page_of;
   unsigned page_size, k_page_rows, v_page_rows;
   unsigned step, next_key;
   unsigned own_page, own_row;
@@ -39,12 +54,13 @@ class KeyBoxes {
   // tensors, and `pages` its row of the block table; pages are so many rows apart in K and V.
   __device__ __forceinline__ KeyBoxes(const TensorMap* map_of_k, const TensorMap* map_of_v,
                                       unsigned head, int begin, const int* pages,
-                                      long long keys_of_a_page, long long rows_of_a_k_page,
-                                      long long rows_of_a_v_page, int first_block, int limit,
-                                      int own_warp, int own_lane)
+                                      long long keys_of_a_page, long long page_divisor,
+                                      long long rows_of_a_k_page, long long rows_of_a_v_page,
+                                      int first_block, int limit, int own_warp, int own_lane)
       : k_map(map_of_k), v_map(map_of_v), kv_head(static_cast<int>(head)), warp(own_warp),
-        lane(own_lane), end(limit > 0 ? limit : 0), key(first_block * kBlockKeys + own_warp * kBoxKeys),
-        row(begin + key), v_x(kBoxKeys), v_y(0), table(pages),
+        lane(own_lane), end(limit > 0 ? limit : 0),
+        key(first_block * kBlockKeys + own_warp * kBoxKeys), row(begin + key), v_x(kBoxKeys),
+        v_y(0), table(pages), page_of(page_divisor),
         page_size(static_cast<unsigned>(keys_of_a_page)),
         k_page_rows(static_cast<unsigned>(rows_of_a_k_page)),
         v_page_rows(static_cast<unsigned>(rows_of_a_v_page)), step(0),
@@ -84,7 +100,7 @@ class KeyBoxes {
   // The pages of 32 blocks at first, and then of 16, in the place of those that have been used.
   __device__ __forceinline__ void look_up() {
     if (step == 0 || static_cast<unsigned>(lane) / 16 != step / 16 % 2) {
-      const unsigned index = next_key / page_size;
+      const unsigned index = page_of(next_key);
       const bool present = next_key < static_cast<unsigned>(end);
       own_page = present ? static_cast<unsigned>(table[index]) : 0;
       own_row = next_key - index * page_size;
