@@ -69,6 +69,7 @@ def all_ways(steps: list[Sequence], generator: torch.Generator) -> Iterator[list
     yield [run([step])[0] for step in steps]
     yield run(steps)
     yield run_paged(steps, 16, generator)
+    yield run_paged(steps, 64, generator)
     yield run_paged(steps[::-1], 7, generator)[::-1]
 
 
@@ -122,11 +123,14 @@ def test_decode_kernels_have_the_generic_kernels_bits(
             return [*all_ways(steps, generator)]
 
     want = results(generic)
-    got = [*want[1:], *results(stream)]
+    got = want[1:]
     with monkeypatch.context() as forced:
-        for whole in (True, False):
-            forced.setattr(stream, "takes_whole", lambda _, whole=whole: whole)
-            got += results(stream)
+        for tma in ("1", "0"):
+            forced.setenv(tensor_map.SWITCH, tma)
+            for whole in (True, False):
+                forced.setattr(stream, "takes_whole", lambda _, whole=whole: whole)
+                got += results(stream)
+        forced.setenv(tensor_map.SWITCH, "1")
         for ranks in decode.RANKS:
             forced.setattr(decode, "variant_for", functools.partial(with_ranks, ranks))
             got += results(decode)

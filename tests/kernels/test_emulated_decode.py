@@ -32,9 +32,9 @@ from emulation.problems import (
     reference,
 )
 
-from rlbench.kernels.attention import decode, stream
+from rlbench.kernels.attention import decode, stream, tensor_map
 from rlbench.kernels.attention.launch import Plan
-from rlbench.kernels.attention.request import BLOCK_KEYS, split_keys
+from rlbench.kernels.attention.request import BLOCK_KEYS, Request, split_keys
 
 skip_where_it_cannot_run()
 
@@ -55,14 +55,20 @@ CASES = [
     case(128, torch.float16, 7, 10, 1),
     case(256, torch.bfloat16, None, 5, 1),
     case(256, torch.bfloat16, 16, 8, 1),
-    case(128, torch.bfloat16, 32, 4, 1),
+    case(128, torch.bfloat16, 32, 8, 2),
+    case(64, torch.float16, 128, 8, 1),
 ]
+STREAM, BOXES = "attention_stream_sm90.cu", "key_boxes.cuh"
 SMALL = CASES[1]._replace(lengths=((1, 300), (1, 1000)))
 PLANS: dict[str, Callable[[Problem], Plan]] = {
     "stream-splits": functools.partial(stream_plan, whole=False),
     "stream-whole": functools.partial(stream_plan, whole=True),
+    "stream-splits-tma": functools.partial(stream_plan, whole=False, tma=True),
+    "stream-whole-tma": functools.partial(stream_plan, whole=True, tma=True),
     **{f"{ranks}-ranks": functools.partial(decode_plan, ranks=ranks) for ranks in decode.RANKS},
 }
+# Edges of boxes, and pages that are looked up later than at first.
+EDGES = (15, 16, 17, 63, 64, 65, 79, 81, 112, 127, 129, 144, 2239, 2303, 2320, 6500)
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 each_plan = pytest.mark.parametrize("plan", PLANS)
 
@@ -123,30 +129,158 @@ def run_promised(problem: Problem, plan: str) -> Result:
     return run(promised, PLANS[plan](promised), LAZY)
 
 
-def test_pages_beyond_32_bits_of_chunks_are_not_streamed() -> None:
+def streamed(
+    problem: Problem, *, whole: bool, schedule: Schedule, edit: Edit | None = None
+) -> Result:
+    """By TMA."""
+    plan = stream_plan(problem, whole=whole, tma=True)
+    assert plan.launches[0].maps
+    return run(problem, plan, schedule, edit)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("head_dim", BLOCK_KEYS)
+@pytest.mark.parametrize("page_size", [None, 16, 32, 48])
+def test_boxes_may_end_anywhere(head_dim: int, page_size: int | None, whole: bool) -> None:
+    lengths = tuple((1, n) for n in EDGES)
+    problem = problem_of(Case(head_dim, torch.bfloat16, page_size, 3, 1, lengths))
+    result = streamed(problem, whole=whole, schedule=LAZY_SHUFFLED)
+    assert_same_bits(result, generic_result(problem.case))
+
+
+@pytest.mark.parametrize("head_dim", BLOCK_KEYS)
+@pytest.mark.parametrize("whole", [True, False])
+def test_tma_gives_zeros_for_the_next_sequence(head_dim: int, whole: bool) -> None:
+    problem, want = before_poison(head_dim)
+    result = streamed(problem, whole=whole, schedule=LAZY)
+    assert_same_bits(Result(result.out[:1], result.lse[:1]), want)
+
+
+def before_poison(head_dim: int) -> tuple[Problem, Result]:
+    """Packed keys that end within a block, NaN and infinity after them; and the one result."""
+    first = BLOCK_KEYS[head_dim] + 37
+    problem = problem_of(Case(head_dim, torch.bfloat16, None, 4, 2, ((1, first), (1, 500))))
+    want = generic_result(problem.case)
+    k, v = problem.request.k.clone(), problem.request.v.clone()
+    k[first:], v[first:] = float("inf"), float("nan")
+    poisoned = replace(problem, request=replace(problem.request, k=k, v=v))
+    return poisoned, Result(want.out[:1], want.lse[:1])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_tma_copies_pages_with_other_strides(whole: bool) -> None:
+    """K with the heads first in a page, V from a pool of both."""
+    problem = problem_of(CASES[3]._replace(page_size=16, heads=6, kv_heads=2))
+    k, v = problem.request.k, problem.request.v
+    heads_first = k.transpose(1, 2).contiguous().transpose(1, 2)
+    from_both = torch.stack((v, torch.full_like(v, float("nan"))), 1)[:, 0]
+    request = replace(problem.request, k=heads_first, v=from_both)
+    result = streamed(replace(problem, request=request), whole=whole, schedule=SHUFFLED)
+    assert_same_bits(result, generic_result(problem.case))
+
+
+def test_pages_beyond_32_bits_of_chunks_are_streamed_by_tma_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     request = problem_of(SMALL).request
     pages, *others = request.k.shape
-    strides = (2**35 // (pages - 1), *request.k.stride()[1:])
-    far = torch.empty_strided((pages, *others), strides, dtype=request.k.dtype, device="meta")
+    row = request.k.stride(1)
+
+    def far(page_stride: int) -> Request:
+        strides = (page_stride, *request.k.stride()[1:])
+        v = torch.empty_strided((pages, *others), strides, dtype=request.k.dtype, device="meta")
+        return replace(request, v=v)
+
+    beyond = 2**35 // (pages - 1)
+    of_rows = -(-beyond // row) * row
     with mock.patch.object(stream, "fits", return_value=True):
         assert stream.serves(request)
-        assert not stream.serves(replace(request, v=far))
+        assert stream.serves(far(of_rows))
+        assert not stream.serves(far(of_rows + 8))
+        monkeypatch.setenv(tensor_map.SWITCH, "0")
+        assert stream.serves(request)
+        assert not stream.serves(far(of_rows))
+
+
+@pytest.mark.parametrize("size", [2, 3, 16, 48, 528, 2**20 + 16, 2**30, 2**30 + 1, 2**31 - 1])
+def test_pages_are_found_without_a_division(size: int) -> None:
+    encoded = stream.divisor(size)
+    factor, shift = encoded % 2**32, encoded >> 32
+    most = 2**31 - 1
+    for multiple in {0, size, 7 * size, most // 2 // size * size, most // size * size}:
+        for key in (multiple - 1, multiple, multiple + size - 1, most):
+            if 0 <= key <= most:
+                assert (key * factor >> 32) >> shift == key // size
 
 
 # What is below would not be noticed by an emulator that notices nothing.
 
 
 def test_a_copy_that_is_not_waited_for_is_noticed() -> None:
-    edit = Edit("attention_stream_sm90.cu", "copy_async_wait<kStages - 1>();", "")
+    edit = Edit(STREAM, "copy_async_wait<kStages - 1>();", "")
     problem = problem_of(SMALL)
     result = run(problem, stream_plan(problem, whole=True), LAZY, edit)
     with pytest.raises(AssertionError, match="that differ"):
         assert_same_bits(result, generic_result(SMALL))
 
 
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize(
+    ("file", "old", "new", "schedule"),
+    [
+        (STREAM, "if constexpr (kTma) mbarrier_wait(barrier, parity);", "", LAZY),
+        (STREAM, " && block <= end_block) {", ") {", LAZY),  # what nobody waits for
+        (BOXES, "kBoxBytes : kBoxBytes);", "kBoxBytes : kBoxBytes / 2);", EAGER),
+        (BOXES, "v_x(kBoxKeys)", "v_x(0)", EAGER),  # from before the tensor
+        (BOXES, "const int x = past > 0 ? past : 0;", "const int x = 0;", EAGER),
+        (BOXES, "v_x = x;", "v_x = 0;", EAGER),
+        (BOXES, "const int past = key + kBoxKeys - end;", "const int past = key - end;", EAGER),
+    ],
+)
+def test_what_is_wrong_with_tma_is_noticed(
+    file: str, old: str, new: str, schedule: Schedule, page_size: int | None
+) -> None:
+    if page_size:
+        problem, want = problem_of(SMALL), generic_result(SMALL)
+    else:
+        problem, want = before_poison(64)
+    rows = slice(want.out.shape[0])
+
+    def check() -> None:
+        result = streamed(problem, whole=True, schedule=schedule, edit=Edit(file, old, new))
+        assert_same_bits(Result(result.out[rows], result.lse[rows]), want)
+
+    with pytest.raises(AssertionError, match=r"that differ|deadlock:|fault:"):
+        check()
+
+
+def test_a_barrier_that_is_not_there_yet_is_noticed() -> None:
+    edit = Edit(STREAM, "if (Keys::kBoxes > 1) __syncthreads();", "")
+    with pytest.raises(AssertionError, match="there is no mbarrier"):
+        streamed(problem_of(SMALL), whole=True, schedule=Schedule(seed=5), edit=edit)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("lane) / 16 != step / 16 % 2", "lane) / 16 == step / 16 % 2"),  # what is still needed
+        ("next_key += 32 * kBlockKeys;", "next_key += 16 * kBlockKeys;"),
+    ],
+)
+def test_a_page_that_is_looked_up_in_the_wrong_place_is_noticed(old: str, new: str) -> None:
+    problem = problem_of(SMALL._replace(lengths=((1, 6500),)))
+
+    def check() -> None:
+        result = streamed(problem, whole=True, schedule=EAGER, edit=Edit(BOXES, old, new))
+        assert_same_bits(result, generic_result(problem.case))
+
+    with pytest.raises(AssertionError, match=r"that differ|fault:"):
+        check()
+
+
 def test_a_barrier_that_a_warp_skips_is_a_deadlock() -> None:
     edit = Edit(
-        "attention_stream_sm90.cu",
+        STREAM,
         "copy_async_wait<kStages - 1>();\n    __syncthreads();",
         "copy_async_wait<kStages - 1>();\n    if (warp != 1) __syncthreads();",
     )

@@ -17,7 +17,7 @@ from emulation.launches import prefill_plan_on
 from emulation.problems import Case, Problem, problem_of
 
 from rlbench.kernels.attention import launch, prefill, tensor_map
-from rlbench.kernels.attention.tensor_map import TensorMap, of_keys, of_tiles
+from rlbench.kernels.attention.tensor_map import TensorMap, of_ends, of_keys, of_tiles, page_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,6 +78,64 @@ def test_map_of_tiles() -> None:
 )
 def test_no_map_of_tiles(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     assert of_tiles(K, keys(shape, strides), rows=16, columns=64) is None
+
+
+def test_map_of_ends() -> None:
+    pool = keys((9, 2, 32, 2, 128), (16384, 8192, 256, 128, 1))
+    assert of_ends(K, pool[:, 1], rows=16) == TensorMap(
+        pointer=K,
+        shift=-16 * 512,
+        shape=(64, 16, 2, 2, 8 * 64 + 33),
+        strides=(512, 128, 256, 512),
+        box=(64, 16, 2, 1, 1),
+    )
+    assert page_rows(pool[:, 1]) == 64
+    packed = keys((100, 2, 256), (512, 256, 1))
+    assert of_ends(K, packed, rows=80) == TensorMap(
+        pointer=K,
+        shift=-80 * 1024,
+        shape=(64, 80, 4, 2, 101),
+        strides=(1024, 128, 512, 1024),
+        box=(64, 80, 4, 1, 1),
+    )
+    assert page_rows(packed) == 0
+    one_page = keys((1, 16, 1, 64), (7, 64, 3, 1))
+    assert of_ends(K, one_page, rows=16) is not None
+    assert page_rows(one_page) == 0
+
+
+@pytest.mark.parametrize("rows", [16, 128])
+def test_a_box_ends_where_it_should(rows: int) -> None:
+    pages, size, stride = 5, 256, 384  # rows from page to page
+    pool = keys((pages, size, 3, 128), (stride * 3 * 128, 3 * 128, 128, 1))
+    it = of_ends(K, pool, rows)
+    assert it is not None
+    assert page_rows(pool) == stride
+    for page, first, count in ((0, 0, 1), (2, 128, rows), (4, size - rows, rows - 1)):
+        row = page * stride + first
+        for key in (0, count - 1):
+            where = (0, rows - count + key, 1, 2, row + count)
+            assert all(0 <= place < size for place, size in zip(where, it.shape, strict=True))
+            got = it.shift + sum(c * s for c, s in zip(where, (2, *it.strides), strict=True))
+            assert got == 2 * ((row + key) * 3 * 128 + 2 * 128 + 64)
+        assert rows - count + count == it.shape[1]  # what follows the last key is outside
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((9, 24, 2, 64), (3072, 128, 64, 1)),  # a box would be in two pages
+        ((9, 16, 2, 64), (2056, 128, 64, 1)),  # pages are not a number of rows apart
+        ((9, 16, 2, 64), (2048, 0, 64, 1)),
+        ((9, 16, 2, 64), (2112, 132, 64, 1)),
+        ((0, 16, 2, 64), (2048, 128, 64, 1)),
+        ((0, 2, 64), (128, 64, 1)),
+        ((2**27, 16, 1, 64), (1024, 64, 64, 1)),
+        ((2**31 - 1, 1, 64), (64, 64, 1)),
+    ],
+)
+def test_no_map_of_ends(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    assert of_ends(K, keys(shape, strides), rows=16) is None
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

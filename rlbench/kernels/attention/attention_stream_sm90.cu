@@ -14,6 +14,9 @@
 // block n and V of block n - 1, which are needed together, are asked for kStages turns before that,
 // as soon as what was in their place has been used up.
 //
+// Copies are TMA's where there can be maps (key_boxes.cuh), else cp.async's (key_stream.cuh); only
+// the places of a tile's chunks in shared memory differ.
+//
 // A step of decoding meets empty caches, also those of instructions, so there is little code: the
 // first copies are asked for by turns of the same loop that have no scores yet.
 //
@@ -24,16 +27,19 @@
 #include "copy.cuh"
 #include "decode_task.cuh"
 #include "definition.cuh"
+#include "key_boxes.cuh"
 #include "key_stream.cuh"
+#include "mbarrier.cuh"
 #include "merge.cuh"
 #include "mma.cuh"
 #include "numeric.cuh"
 #include "parameters.cuh"
 #include "row_end.cuh"
 #include "softmax.cuh"
+#include "tma.cuh"
 
-// The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), SHARED_BYTES
-// (what the launch reserves), KERNEL_NAME.
+// The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), TMA (0, 1),
+// SHARED_BYTES (what the launch reserves), KERNEL_NAME.
 
 using namespace rlbench;
 
@@ -42,6 +48,7 @@ constexpr int kBlockKeys = kBlockKeysOf<kHeadDim>;
 constexpr int kSplitBlocks = kSplitBlocksOf<kHeadDim>;
 constexpr int kSplitKeys = kSplitBlocks * kBlockKeys;
 constexpr bool kPaged = PAGED != 0;
+constexpr bool kTma = TMA != 0;
 using Element = ELEMENT;
 
 constexpr int kWarps = 8;
@@ -53,30 +60,46 @@ constexpr int kWarpColumnTiles = (kColumnTiles + kWarps - 1) / kWarps;
 constexpr int kSummingWarp = kWarps - 1;
 constexpr int kSteps = kHeadDim / 16 > kKeyTiles ? kHeadDim / 16 : kKeyTiles;
 
-// Shared memory, in bytes from its beginning.
+// Shared memory, in bytes: from its beginning, and the stages of K and V behind that.
 constexpr int kRowBytes = kHeadDim * 2;
 constexpr int kTileBytes = kBlockKeys * kRowBytes;         // of K or V; a stage has both
 constexpr int kStageBytes = 2 * kTileBytes;
-constexpr int kWeights = kStages * kStageBytes;            // [key][head]
+constexpr int kWeights = 0;                                // [key][head]
 constexpr int kPairSums = kWeights + kBlockKeys * kHeads * 2;  // [tile of keys][lane][2], float
 constexpr int kTileMax = kPairSums + kBlockKeys / 2 * kHeads * 4;  // [tile of keys][head], float
 constexpr int kInverse = kTileMax + kKeyTiles * kHeads * 4;      // [head], float
-constexpr int kSharedBytes = kInverse + kHeads * 4;
+constexpr int kBarriers = kInverse + kHeads * 4;           // [stage], with TMA
+constexpr int kAlignment = kTma ? 1024 : 128;              // of the stages
+constexpr int kTiles = (kBarriers + (kTma ? kStages * 8 : 0) + 127) / 128 * 128;
+constexpr int kSharedBytes = kTiles + kStages * kStageBytes + (kAlignment - 128);
 
 static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
+static_assert(kTileBytes % kAlignment == 0, "tiles stay aligned");
 static_assert(kKeyTiles <= kWarps, "a warp has at most one tile of keys");
 
+// A tile's keys and where their 16-byte chunks are. By TMA it is one box after the other, and a box
+// one panel of 128 bytes a key after the other; else it is one key after the other.
 struct Tile {
-  static constexpr int kRowBytes = ::kRowBytes;
+  static constexpr int kBoxKeys = kTma ? (kPaged ? 16 : kBlockKeys) : 1;
+  static constexpr int kRowBytes = kTma ? 128 : ::kRowBytes;  // from key to key
+  static constexpr int kPanelBytes = kTma ? kBoxKeys * 128 : 128;
+  static constexpr int kStepBytes = kTma && !kPaged ? 16 * 128 : 16 * ::kRowBytes;  // 16 keys
+
+  // Of one of the first 16 keys.
   static __device__ __forceinline__ unsigned offset(int row, int chunk) {
-    return swizzled_offset<kRowBytes>(row, chunk);
+    const unsigned panel = static_cast<unsigned>(chunk) / 8;
+    return panel * kPanelBytes + swizzled_offset<kRowBytes>(row, chunk & 7);
   }
 };
+#if TMA
+using Keys = KeyBoxes<kHeadDim, kBlockKeys, Tile::kBoxKeys, kPaged>;
+#else
 using Keys = KeyStream<kHeadDim, kBlockKeys, kWarps, kPaged, Tile>;
+#endif
 
-// swizzled_offset(row, chunk + n) from that with n = 0 or 1, for an even chunk that is known.
+// Tile::offset(row, chunk + n) from that with n = 0 or 1, for an even chunk that is known.
 __device__ __forceinline__ unsigned k_offset(unsigned begin, int chunk) {
-  return (begin ^ (chunk % 8 * kChunkBytes)) + chunk / 8 * (8 * kChunkBytes);
+  return (begin ^ (chunk % 8 * kChunkBytes)) + chunk / 8 * Tile::kPanelBytes;
 }
 
 __device__ __forceinline__ float2& shared_pair(unsigned char* memory, int begin, int index) {
@@ -97,19 +120,43 @@ struct HeadPair {
   }
 };
 
+// The maps are tensor_map.of_ends; pages are so many rows apart (tensor_map.page_rows).
+#if TMA
+#define MAPS                                                                                  \
+  , long long page_divisor_arg, long long k_page_rows_arg, long long v_page_rows_arg,         \
+      const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map
+#else
+#define MAPS
+#endif
+
 // work: [sequences, splits, heads, kHeadDim] and then [sequences, splits, heads, 5]; `out` is not
 // written if it is there.
 extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
     KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long splits_arg,
-                double scale_arg, double scale_log2_arg) {
+                double scale_arg, double scale_log2_arg MAPS) {
   extern __shared__ __align__(128) unsigned char memory[];
   const int lane = static_cast<int>(threadIdx.x % 32);
   // Through a shuffle, so that the compiler knows it to be the same in all lanes.
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x / 32), 0);
   // And this, so that it is not found out again and again.
-  const unsigned base = __shfl_sync(kFullWarp, shared_address(memory), 0);
+  const unsigned end_of_rest = shared_address(memory) + kTiles;
+  const unsigned base = __shfl_sync(
+      kFullWarp, kTma ? (end_of_rest + kAlignment - 1) / kAlignment * kAlignment : end_of_rest, 0);
   const int g = lane / 4;  // fragment coordinates, as in mma.cuh
   const int c = lane % 4;
+#if TMA
+  if (warp == 0 && is_elected()) {
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbarrier_init(shared_address(memory) + kBarriers + stage * 8, Keys::kBoxes);
+    }
+    fence_for_wgmma();
+    prefetch_tensor_map(&k_map);
+    prefetch_tensor_map(&v_map);
+  }
+  // Else this thread alone asks for copies, and the others wait for those behind a later barrier.
+  if (Keys::kBoxes > 1) __syncthreads();
+#endif
 
   const DecodeTask<kPaged> task(blockIdx.x, static_cast<unsigned>(sequences_arg),
                                 static_cast<unsigned>(kv_heads_arg),
@@ -135,16 +182,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
   float sum = 0.0f, total_sum = 0.0f;  // the summing warp's lane 4 h + q: l[q] of head h
 
   // --- copies ------------------------------------------------------------------------------------
-  // K of block n is in stage n % kStages, V in the other half of it.
+  // K of block n is in stage n % kStages, V in the other half of it. With TMA, a stage's barrier is
+  // for that K and the V that comes with it.
   unsigned k_tile = base, v_tile = base + (kStages - 1) * kStageBytes + kTileBytes;
+  unsigned barrier = shared_address(memory) + kBarriers, parity = 1;
   const auto go_on = [&] {
     v_tile = k_tile + kTileBytes;
     k_tile += kStageBytes;
-    if (k_tile == base + kStages * kStageBytes) k_tile = base;
+    barrier += 8;
+    if (k_tile == base + kStages * kStageBytes) {
+      k_tile = base;
+      barrier = shared_address(memory) + kBarriers;
+      parity ^= 1;
+    }
   };
   const int split_end = end_block * kBlockKeys;
   const int end_key = split_end < task.k_length ? split_end : task.k_length;
   const int* pages = kPaged ? block_table + task.sequence * table_stride : nullptr;
+#if TMA
+  Keys keys(&k_map, &v_map, task.kv_head, task.k_begin, pages, page_size_arg,
+            page_divisor_arg, k_page_rows_arg, v_page_rows_arg, first_block, end_key, warp, lane);
+  // K of a block and V of the one before it.
+  const auto ask = [&](int block) {
+    if (warp < Keys::kBoxes && block <= end_block) {
+      keys.ask(k_tile, block < end_block, v_tile, barrier);
+    }
+  };
+#else
   Keys keys(k + task.kv_head * k_head_stride, {k_page_stride, k_row_stride, k_head_stride},
             v + task.kv_head * v_head_stride, {v_page_stride, v_row_stride, v_head_stride},
             task.k_begin, pages, page_size_arg, first_block, end_key, warp, lane);
@@ -153,6 +217,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
     keys.ask(k_tile, block < end_block, v_tile, block <= end_block);
     copy_async_commit();
   };
+#endif
 
   // --- turns -------------------------------------------------------------------------------------
   const bool has_keys = kKeyTiles == kWarps || warp < kKeyTiles;
@@ -228,20 +293,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
       asm volatile("" : "+r"(thread));  // so that nothing of this is done before the first copies
       const int own = static_cast<int>(thread % 32);
       task.load_query<kHeadDim>(q_fragments, q, q_row_stride, q_head_stride, own);
-      k_begin = swizzled_offset<kRowBytes>(warp * 16 + own % 16, own / 16);
+      k_begin = warp * Tile::kStepBytes + Tile::offset(own % 16, own / 16);
 #pragma unroll
       for (int i = 0; i < kWarpColumnTiles; ++i) {
-        v_begins[i] = swizzled_offset<kRowBytes>(
-            own % 8 + own / 16 * 8, 2 * (warp * kWarpColumnTiles + i) + own / 8 % 2);
+        v_begins[i] = Tile::offset(own % 8 + own / 16 * 8,
+                                   2 * (warp * kWarpColumnTiles + i) + own / 8 % 2);
       }
       if (!whole) let_next_grid_start();  // it waits for this one by itself
     }
     // `block` is the next one now. Its K and the last one's V have landed, the weights are there.
-    copy_async_wait<kStages - 1>();
+    if constexpr (!kTma) copy_async_wait<kStages - 1>();
     __syncthreads();
+    if constexpr (kTma) mbarrier_wait(barrier, parity);
 
 #pragma unroll
     for (float& score : scores) score = 0.0f;
+    const unsigned weight_rows = shared_address(memory) + kWeights;
     unsigned weights[4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -253,11 +320,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
       if (step >= kKeyTiles) continue;
       if (step % 2 == 0) {
         if (step + 1 < kKeyTiles) {
-          load_matrices_transposed(weights,
-                                   base + kWeights + (step * 16 + lane) * (kHeads * 2));
+          load_matrices_transposed(weights, weight_rows + (step * 16 + lane) * (kHeads * 2));
         } else {
           unsigned last[2];
-          load_two_transposed(last, base + kWeights + (step * 16 + lane % 16) * (kHeads * 2));
+          load_two_transposed(last, weight_rows + (step * 16 + lane % 16) * (kHeads * 2));
           weights[0] = last[0];
           weights[1] = last[1];
         }
@@ -266,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
       for (int i = 0; i < kWarpColumnTiles; ++i) {
         if (has_columns) {
           unsigned a[4];
-          load_matrices_transposed(a, v_tile + v_begins[i] + step * (16 * kRowBytes));
+          load_matrices_transposed(a, v_tile + v_begins[i] + step * Tile::kStepBytes);
           mma_m16n8k16<Element>(acc[i], a, weights[step % 2 * 2], weights[step % 2 * 2 + 1]);
         }
       }
@@ -315,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
     if (block == end_block) break;
     __syncthreads();  // every warp is done with K, V and weights, and has said its largest scores
   }
-  copy_async_wait_all();
+  if constexpr (!kTma) copy_async_wait_all();
 
   // --- the end -----------------------------------------------------------------------------------
   const int own_head = lane / 4;

@@ -94,7 +94,7 @@ def variant_for(request: Request) -> Variant | None:
     none, or the call is no decode step. The bits are the same whoever serves it."""
     if request.max_seqlen_q != 1 or request.decode_units * _SMS_OF_UNIT > sms(request.device):
         return None
-    if not tensor_map.is_on():
+    if not tensor_map.are_on():
         return None
     for ranks in RANKS:
         variant = Variant(*request.build, ranks)

@@ -85,7 +85,7 @@ def serves(request: Request) -> bool:
 
 def plan(request: Request) -> Plan:
     """What the request launches. The device is the current one."""
-    maps = maps_of(request) if tensor_map.is_on() else ()
+    maps = maps_of(request) if tensor_map.are_on() else ()
     build = Variant(*request.build, tma=bool(maps))
     # Tiles are dealt out in turns, which is fair where all sequences are equally long; where they
     # are not, the GPU deals them out as blocks become free.

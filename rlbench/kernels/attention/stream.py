@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from rlbench.kernels.attention import combine
+from rlbench.kernels.attention import combine, tensor_map
 from rlbench.kernels.attention.family import Family, every
 from rlbench.kernels.attention.launch import Launch, Plan, fits, kernel_of, sms
 from rlbench.kernels.attention.request import BLOCK_KEYS, HEADS
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlbench.kernels.attention.request import Request
+    from rlbench.kernels.attention.tensor_map import TensorMap
 
+_K, _V = 1, 2  # among the pointers
 _CAPABILITIES = range(9, 12)  # from 12 on shared memory is too small
 _FULL = 0.9
 """Of the GPU's room for thread blocks that whole sequences have to fill, else they are split."""
@@ -30,6 +32,19 @@ class Variant(Family):
     source: ClassVar[str] = "attention/attention_stream_sm90"
     threads: ClassVar[int] = 256
 
+    tma: bool = False
+    """K and V come by TMA. It does not change the bits."""
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's name."""
+        return super().kernel + ("_tma" if self.tma else "")
+
+    @property
+    def box_keys(self) -> int:
+        """Keys of a box: those of a page, or of a block."""
+        return 16 if self.paged else BLOCK_KEYS[self.head_dim]
+
     @property
     def blocks_per_sm(self) -> int:
         """Thread blocks that an SM has room for."""
@@ -37,23 +52,46 @@ class Variant(Family):
 
     @property
     def shared_bytes(self) -> int:
-        """Stages of K and V; a block's weights, their sums by pairs, and largest scores."""
+        """Stages of K and V, and room to align them; a block's weights, their sums by pairs, and
+        largest scores; with TMA, a barrier for each stage."""
         keys = BLOCK_KEYS[self.head_dim]
         stages = 2 if self.head_dim == 256 else 3
         tiles = stages * 2 * keys * self.head_dim * 2
-        return tiles + (keys * 2 + keys // 2 * 4 + keys // 16 * 4 + 4) * HEADS
+        said = (keys * 2 + keys // 2 * 4 + keys // 16 * 4 + 4) * HEADS
+        barriers = stages * 8 if self.tma else 0
+        return tiles + -(-(said + barriers) // 128) * 128 + (1024 - 128 if self.tma else 0)
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        """The macros that the source takes."""
+        return {**super().defines, "TMA": int(self.tma)}
 
 
 def variants() -> Iterator[Variant]:
     """Every build that a call can ask for, from compute capability 9.0."""
-    return every(Variant)
+    for variant in every(Variant):
+        yield variant
+        yield replace(variant, tma=True)
 
 
 def serves(request: Request) -> bool:
     """Whether the call is a decode step; the bits are the same whoever serves it."""
-    if request.max_seqlen_q != 1 or not all(map(_reaches, (request.k, request.v))):
+    if request.max_seqlen_q != 1:
         return False
-    return fits(Variant(*request.build), request.device, _CAPABILITIES)
+    variant, _ = _build_of(request)
+    reaches = variant.tma or all(map(_reaches, (request.k, request.v)))
+    return reaches and fits(variant, request.device, _CAPABILITIES)
+
+
+def _build_of(request: Request) -> tuple[Variant, tuple[TensorMap, ...]]:
+    """The build that takes the call, and the maps that it takes."""
+    variant = Variant(*request.build)
+    if tensor_map.are_on():
+        k = tensor_map.of_ends(_K, request.k, variant.box_keys)
+        v = tensor_map.of_ends(_V, request.v, variant.box_keys)
+        if k is not None and v is not None:
+            return replace(variant, tma=True), (k, v)
+    return variant, ()
 
 
 def _reaches(tensor: Tensor) -> bool:
@@ -61,6 +99,13 @@ def _reaches(tensor: Tensor) -> bool:
     *sizes, _, _ = tensor.shape
     last = sum((n - 1) * stride for n, stride in zip(sizes, tensor.stride(), strict=False))
     return tensor.dim() == 3 or last // 8 < 2**32
+
+
+def divisor(size: int) -> int:
+    """What divides numbers below 2^31 by `size`, from 2 to there: a factor in the low 32 bits, and
+    by how much the product's high half is shifted (Granlund and Montgomery, 1994)."""
+    log = (size - 1).bit_length()
+    return -(-(1 << (31 + log)) // size) | (log - 1) << 32
 
 
 def takes_whole(request: Request) -> bool:
@@ -76,12 +121,16 @@ def plan(request: Request) -> Plan:
     """What a decode step launches. The device is the current one."""
     from cuda.core import LaunchConfig
 
-    variant = Variant(*request.build)
+    variant, maps = _build_of(request)
     whole = takes_whole(request)
     config = LaunchConfig(
         grid=request.decode_units // (request.splits if whole else 1),
         block=variant.threads,
         shmem_size=variant.shared_bytes,
     )
-    parts = Launch(config, kernel_of(variant, request.device), combine.numbers(request))
+    numbers = combine.numbers(request)
+    if variant.tma:
+        page_rows = tensor_map.page_rows(request.k), tensor_map.page_rows(request.v)
+        numbers += (divisor(request.k.shape[1]) if variant.paged else 0, *page_rows)
+    parts = Launch(config, kernel_of(variant, request.device), numbers, maps)
     return Plan(request.device, (parts,), 0) if whole else combine.after(request, parts)

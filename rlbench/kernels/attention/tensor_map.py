@@ -1,13 +1,14 @@
 """Tensor maps: how the tensor memory accelerator finds keys and values (CUtensorMap).
 
-`of_keys` is for the prefill, `of_tiles` for decode steps. A box comes to shared memory with the
-swizzle of its rows' bytes: 128, 64 or 32.
+`of_keys` is for the prefill, `of_tiles` and `of_ends` for decode steps. A box comes to shared memory
+with the swizzle of its rows' bytes: 128, 64 or 32.
 
 For the prefill, a sequence may end anywhere in a block of keys, and what is after it must come as
 zeros, which the hardware writes for what is outside of a map's tensor. So the tensor's rows are
 made to end where the copy says: with n rows in all, the map begins n rows early, and has the rows
 in two dimensions, x < n and y. A box at x = n - end + key, y = first + end is at row first + key,
-and leaves the tensor with key `end`. (FlashAttention-4 writes ragged outputs that way.)
+and leaves the tensor with key `end`. (FlashAttention-4 writes ragged outputs that way.) `of_ends` does
+so for boxes that end early one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SWITCH = "RLBENCH_ATTENTION_TMA"
-"""Environment variable: 0 has keys copied by cp.async everywhere, with the same bits."""
+"""Environment variable: 0 has all keys copied by cp.async, with the same bits."""
 BYTES = 128  # of an encoded map
 _ALIGNMENT = 128  # the driver asks for 64, its header for 128
 _PANEL = 64  # elements of a row that lie together in shared memory: what the swizzle is for
@@ -34,6 +35,11 @@ _STRIDE_UNIT = 16
 _STRIDE_LIMIT = 2**40
 _COORDINATE_LIMIT = 2**31
 KEPT = 4096  # encoded maps
+
+
+def are_on() -> bool:
+    """Whether keys may be copied by TMA."""
+    return os.environ.get(SWITCH, "1") != "0"
 
 
 class TensorMap(NamedTuple):
@@ -59,11 +65,6 @@ class Encoded(NamedTuple):
 
     address: int
     memory: ctypes.Array[ctypes.c_char]
-
-
-def is_on() -> bool:
-    """Whether kernels may take maps."""
-    return os.environ.get(SWITCH, "1") != "0"
 
 
 def of_keys(pointer: int, keys: Tensor) -> TensorMap | None:
@@ -127,6 +128,50 @@ def of_tiles(pointer: int, keys: Tensor, rows: int, columns: int) -> TensorMap |
         (row_stride, _PANEL * _ELEMENT_BYTES, head_stride, page_stride),
         (panel, rows, columns // panel, 1, 1),
     )
+
+
+def of_ends(pointer: int, keys: Tensor, rows: int) -> TensorMap | None:
+    """The map of packed or paged K or V, or None if there can be none.
+
+    keys: as `of_tiles` takes them; pages must be a number of rows apart (`page_rows`). A box is up to
+    `rows` keys of one page and head, and zeros after them. The dimensions are the elements of a
+    panel, x < `rows`, panels, KV heads, and y. A box of the first n of the keys that begin at a row
+    is at x = `rows` - n, y = row + n.
+    """
+    pages, page_size, heads, head_dim = keys.shape if keys.dim() == 4 else (1, *keys.shape)
+    row = head_dim * _ELEMENT_BYTES
+    # The stride of a single one is anything, and is not used.
+    row_stride = keys.stride(-3) * _ELEMENT_BYTES if page_size > 1 else row
+    head_stride = keys.stride(-2) * _ELEMENT_BYTES if heads > 1 else row
+    page_stride = keys.stride(0) * _ELEMENT_BYTES if pages > 1 and keys.dim() == 4 else 0
+    paged = keys.dim() == 4
+    possible = (
+        pages > 0
+        and page_size > 0
+        and not (paged and page_size % rows)
+        and _is_stride(row_stride)
+        and _is_stride(head_stride)
+        and page_stride % row_stride == 0
+    )
+    if not possible:
+        return None
+    end = (pages - 1) * (page_stride // row_stride) + page_size
+    if end >= _COORDINATE_LIMIT - 1:
+        return None
+    panels = head_dim // _PANEL
+    return TensorMap(
+        pointer,
+        -rows * row_stride,
+        (_PANEL, rows, panels, heads, end + 1),
+        (row_stride, _PANEL * _ELEMENT_BYTES, head_stride, row_stride),
+        (_PANEL, rows, panels, 1, 1),
+    )
+
+
+def page_rows(keys: Tensor) -> int:
+    """Rows from one page to the next, where `of_ends` has a map; 0 for packed keys."""
+    one_page = keys.dim() == 3 or keys.shape[0] == 1
+    return 0 if one_page else keys.stride(0) // keys.stride(1)
 
 
 def _is_stride(size: int) -> bool:

@@ -8,6 +8,18 @@ struct alignas(64) TensorMap {
   unsigned long long opaque[16];
 };
 
+// Whether this lane is the one of its warp that asks for boxes: the compiler then knows that it is
+// the only one, and that all of its registers are uniform.
+__device__ __forceinline__ bool is_elected() {
+  unsigned elected;
+  asm volatile(
+      "{.reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, elected;}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

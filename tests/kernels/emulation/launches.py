@@ -15,7 +15,7 @@ import torch
 
 from emulation.builds import EAGER, Edit, Schedule, Shape, launch, program, raw_bytes
 from emulation.problems import NAN, Case, Problem, Result, bits, gapped, problem_of
-from rlbench.kernels.attention import combine, decode, generic, prefill, stream, tiles
+from rlbench.kernels.attention import combine, decode, generic, prefill, stream, tensor_map, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,9 +49,13 @@ def decode_plan(problem: Problem, ranks: int = 4) -> Plan:
         return decode.plan_of(request, decode.Variant(*request.build, ranks))
 
 
-def stream_plan(problem: Problem, *, whole: bool) -> Plan:
-    """whole: a thread block takes all splits of a sequence."""
-    with _gpu(), mock.patch.object(stream, "takes_whole", return_value=whole):
+def stream_plan(problem: Problem, *, whole: bool, tma: bool = False) -> Plan:
+    """whole: a thread block takes all splits of a sequence. tma: keys come by TMA, if they can."""
+    patches = (
+        mock.patch.object(stream, "takes_whole", return_value=whole),
+        mock.patch.object(tensor_map, "are_on", return_value=tma),
+    )
+    with _gpu(), patches[0], patches[1]:
         return stream.plan(problem.request)
 
 
