@@ -361,6 +361,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
       return softmax.block(scores, scale_log2, rescale);
     };
+    // The V that the rounded weights are for. Asked for before the last products are waited for: a
+    // loop between them and the softmax keeps ptxas from putting their wait first, which it does.
+    const auto await_v = [&](const Turn& turn) {
+      mbarrier_wait(barrier(kFullV, turn.stage), turn.parity);
+    };
     const auto round_weights = [&]() {
 #pragma unroll
       for (int step = 0; step < kKeySteps; ++step) {
@@ -387,13 +392,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (blocks == 1) release(empty_q);
       weigh(0);
       round_weights();
+      await_v(turn);
     }
     bool fresh = true;  // O has nothing of this split yet
     for (int block = 1; block < blocks; ++block) {
       const Turn turn(earlier_blocks + block);
       const Turn before(earlier_blocks + block - 1);
       mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
-      mbarrier_wait(barrier(kFullV, before.stage), before.parity);
       see_copies();
       if (kTurns && (consumer > 0 || in_turn)) named_barrier(1 + consumer, kTurnThreads);
       in_turn = true;
@@ -421,8 +426,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                       block == kSplitBlocks, false);
         fresh = true;
         weigh(block * kBlockKeys);
+        await_v(turn);
       } else {
         const bool changed = weigh(block * kBlockKeys);
+        await_v(turn);
         wgmma_wait<0>();
         keep_order(acc);
         keep_order(weights);
@@ -433,7 +440,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     if (blocks > 0) {
       const Turn turn(earlier_blocks + blocks - 1);
-      mbarrier_wait(barrier(kFullV, turn.stage), turn.parity);
       see_copies();
       keep_order(acc);
       keep_order(weights);
