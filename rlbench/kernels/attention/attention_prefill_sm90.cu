@@ -361,10 +361,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
       return softmax.block(scores, scale_log2, rescale);
     };
-    // The V that the rounded weights are for. Asked for before the last products are waited for: a
-    // loop between them and the softmax keeps ptxas from putting their wait first, which it does.
+    // Between the softmax and the wait for the products that it runs under, since ptxas would put
+    // that wait first; but it moves nothing past a loop, and this one takes the sums.
     const auto await_v = [&](const Turn& turn) {
-      mbarrier_wait(barrier(kFullV, turn.stage), turn.parity);
+      const float sums = __fadd_rn(softmax.sum[0], softmax.sum[1]);
+      mbarrier_wait_after(sums, barrier(kFullV, turn.stage), turn.parity);
     };
     const auto round_weights = [&]() {
 #pragma unroll
