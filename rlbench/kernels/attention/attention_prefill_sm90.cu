@@ -412,32 +412,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       start_values(acc, weights, base + kVTiles + before.stage * kStageBytes, !fresh);
       wgmma_commit();
       if (kTurns) named_barrier_arrive(1 + next_consumer, kTurnThreads);
-      fresh = false;
       wgmma_wait<1>();
       keep_order(scores);
       release(barrier(kEmptyK, turn.stage));
       if (block == blocks - 1) release(empty_q);
-      if (block % kSplitBlocks == 0) {
-        // What was before belongs to the last split; this block's weights are relative to nothing.
-        wgmma_wait<0>();
-        keep_order(acc);
-        keep_order(weights);
-        release(barrier(kEmptyV, before.stage));
-        merge_split<kConsumerThreads>(work, thread, softmax, acc, scale_log2,
-                                      block == kSplitBlocks, false);
-        fresh = true;
-        weigh(block * kBlockKeys);
-        await_v(turn);
-      } else {
-        const bool changed = weigh(block * kBlockKeys);
-        await_v(turn);
-        wgmma_wait<0>();
-        keep_order(acc);
-        keep_order(weights);
-        release(barrier(kEmptyV, before.stage));
-        if (changed) rescale_all(acc, rescale);
-      }
+      // With a new split, what was before waits, and weights are relative to nothing.
+      const bool splits = block % kSplitBlocks == 0;
+      SoftmaxRows ended = softmax;
+      if (splits) softmax = SoftmaxRows();
+      const bool changed = weigh(block * kBlockKeys);
+      await_v(turn);
+      wgmma_wait<0>();
+      keep_order(acc);
+      keep_order(weights);
+      release(barrier(kEmptyV, before.stage));
       round_weights();
+      fresh = splits;
+      if (splits) {
+        merge_split<kConsumerThreads>(work, thread, ended, acc, scale_log2,
+                                      block == kSplitBlocks, false);
+      } else if (changed) {
+        rescale_all(acc, rescale);
+      }
     }
     if (blocks > 0) {
       const Turn turn(earlier_blocks + blocks - 1);

@@ -7,7 +7,7 @@
 namespace rlbench {
 
 // At the end of a split: merges what waits into the row's part, or starts with it (first); then the
-// result waits, and the next split starts afresh, unless this was the last one.
+// result waits, unless this was the last one, and the caller starts afresh.
 // work: kThreads * (kDimTiles + 1) float4s for each thread block; `thread` counts those with rows.
 template <int kThreads, int kDimTiles>
 __device__ __forceinline__ void merge_split(float* work, unsigned thread, SoftmaxRows& softmax,
@@ -41,10 +41,7 @@ __device__ __forceinline__ void merge_split(float* work, unsigned thread, Softma
 #pragma unroll
     for (int n = 0; n < kDimTiles; ++n) {
       waiting[n * 32] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc[n][e] = 0.0f;
     }
-    softmax = SoftmaxRows();
   }
 }
 
