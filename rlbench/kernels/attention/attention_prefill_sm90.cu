@@ -73,8 +73,9 @@ static_assert(kKeyPanel % kAlignment == 0 && kQPanel % kAlignment == 0, "panels 
 // Registers of a thread. Together they are what the block was launched with, or a warpgroup waits for
 // registers that nobody gives.
 static_assert(kConsumers == 2 || (kConsumers == 3 && kTma), "registers for consumers");
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kTma ? 24 : 56;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kTma ? 240 : 224;
+constexpr bool kWide = kHeadDim == 256;  // consumers need more, and the producer less
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kTma ? 24 : kWide ? 40 : 56;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kTma ? 240 : kWide ? 232 : 224;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                   (1 + kConsumers) * (65536 / kThreads / 8 * 8),
               "the launch's registers");
