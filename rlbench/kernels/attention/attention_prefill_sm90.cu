@@ -62,7 +62,11 @@ constexpr int kStageBytes = kPanels * kKeyPanel;
 constexpr int kQTile = 0;
 constexpr int kKTiles = kQTile + kPanels * kQPanel;
 constexpr int kVTiles = kKTiles + kStages * kStageBytes;
-constexpr int kBarriers = kVTiles + kStages * kStageBytes;
+// Between splits O waits in shared memory where there is room for it, which costs far less than a way
+// to the L2 and back.
+constexpr bool kWaitsHere = kHeadDim <= 128;
+constexpr int kWaitingTile = kVTiles + kStages * kStageBytes;
+constexpr int kBarriers = kWaitingTile + (kWaitsHere ? kTileRows * kHeadDim * 4 : 0);
 constexpr int kAlignment = 1024;                     // of what descriptors name
 constexpr int kSharedBytes = kBarriers + (4 * kStages + 2) * 8 + kAlignment;
 
@@ -188,13 +192,15 @@ __device__ __forceinline__ void see_copies() {
 #define MAPS
 #endif
 
-// work: [grid, kConsumerThreads, kDimTiles + 1, 4], see waiting.cuh.
+// work: [grid, kConsumerThreads, kDimTiles + 1, 4], see waiting.cuh. Where O waits in shared memory,
+// it only says that rows may have to wait.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long tiles_arg,
                 long long causal_arg, double scale_arg, double scale_log2_arg MAPS) {
   extern __shared__ unsigned char shared_memory[];
   const unsigned misaligned = shared_address(shared_memory) % kAlignment;
-  const unsigned base = shared_address(shared_memory) + (misaligned ? kAlignment - misaligned : 0);
+  unsigned char* aligned = shared_memory + (misaligned ? kAlignment - misaligned : 0);
+  const unsigned base = shared_address(aligned);
   const auto barrier = [&](int which, unsigned stage) {
     return base + kBarriers + (which * kStages + static_cast<int>(stage)) * 8;
   };
@@ -362,6 +368,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
       return softmax.block(scores, scale_log2, rescale);
     };
+    float4 waiting_rows;  // of what waits here
+    const auto end_split = [&](SoftmaxRows& ended, bool first, bool last) {
+      if constexpr (kWaitsHere) {
+        float4* waiting = reinterpret_cast<float4*>(aligned + kWaitingTile) +
+                          thread / 32 * 32 * kDimTiles + lane;
+        if (!first) meet(waiting, waiting_rows, ended, acc, scale_log2);
+        if (!last) {
+          waiting_rows = both_of(ended);
+          leave(waiting, acc);
+        }
+      } else {
+        merge_split<kConsumerThreads>(work, thread, ended, acc, scale_log2, first, last);
+      }
+    };
     // Between the softmax and the wait for the products that it runs under, since ptxas would put
     // that wait first; but it moves nothing past a loop, and this one takes the sums.
     const auto await_v = [&](const Turn& turn) {
@@ -430,8 +450,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       round_weights();
       fresh = splits;
       if (splits) {
-        merge_split<kConsumerThreads>(work, thread, ended, acc, scale_log2,
-                                      block == kSplitBlocks, false);
+        end_split(ended, block == kSplitBlocks, false);
       } else if (changed) {
         rescale_all(acc, rescale);
       }
@@ -449,7 +468,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       keep_order(weights);
       release(barrier(kEmptyV, turn.stage));
       if (blocks > kSplitBlocks) {
-        merge_split<kConsumerThreads>(work, thread, softmax, acc, scale_log2, false, true);
+        end_split(softmax, false, true);
       }
       earlier_blocks += blocks;
       ++earlier_tiles;

@@ -23,6 +23,7 @@ SWITCH = "RLBENCH_ATTENTION_TMA"
 _K, _V = 1, 2  # among the pointers
 _NARROW = 64  # head dim
 _STAGES = 2  # of K and of V
+_WAITS_HERE = 128  # head dims up to this one leave room for O in fp32
 _CAPABILITIES = range(9, 10)  # wgmma
 
 
@@ -61,10 +62,16 @@ class Variant(Family):
         return super().kernel + ("_tma" if self.tma else "")
 
     @property
+    def waits_here(self) -> bool:
+        """Whether O waits in shared memory between splits, else in global memory."""
+        return self.head_dim <= _WAITS_HERE
+
+    @property
     def shared_bytes(self) -> int:
-        """Q, the stages of K and V, their barriers, and room to align them to 1024 bytes."""
+        """Q, the stages of K and V, O between splits, barriers, and room to align it all to 1024."""
         rows = self.tile_rows + 2 * _STAGES * BLOCK_KEYS[self.head_dim]
-        return rows * self.head_dim * 2 + (4 * _STAGES + 2) * 8 + 1024
+        waiting = self.tile_rows * self.head_dim * 4 if self.waits_here else 0
+        return rows * self.head_dim * 2 + waiting + (4 * _STAGES + 2) * 8 + 1024
 
     @property
     def defines(self) -> dict[str, str | int]:
