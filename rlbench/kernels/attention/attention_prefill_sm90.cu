@@ -327,7 +327,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int consumer = warp / 4 - 1;
   const int warp_row = (warp - 4) * kWarpRows;
   const unsigned thread = threadIdx.x - 128;
-  const float scale_log2 = static_cast<float>(scale_log2_arg);
+  // Through a shuffle, so that it is not converted again for every block.
+  const float scale_log2 = __shfl_sync(kFullWarp, static_cast<float>(scale_log2_arg), 0);
   const unsigned q_rows = base + kQTile + consumer * 64 * 128;
   const int next_consumer = consumer + 1 < kConsumers ? consumer + 1 : 0;
   bool in_turn = false;  // this one has had a turn before
