@@ -331,7 +331,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const float scale_log2 = __shfl_sync(kFullWarp, static_cast<float>(scale_log2_arg), 0);
   const unsigned q_rows = base + kQTile + consumer * 64 * 128;
   const int next_consumer = consumer + 1 < kConsumers ? consumer + 1 : 0;
-  bool in_turn = false;  // this one has had a turn before
+
+  if (kTurns && next_consumer == 0) named_barrier_arrive(1, kTurnThreads);  // the first one begins
 
   const auto release = [&](unsigned empty) {
     __syncwarp();
@@ -346,12 +347,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       asm volatile("" : "+r"(same));
       return places(same, cu_seqlens_q, lengths_k);
     };
-    int seen, warp_limit_min;
+    int seen, whole;  // blocks; those that every row of the warp sees in full
     {
       const TileRows<kTileRows, kPaged> rows = tile_rows();
       if (rows.count == 0) continue;
       seen = blocks_of(rows);
-      warp_limit_min = rows.limit(warp_row);
+      whole = rows.limit(warp_row) / kBlockKeys;
     }
     // Without room to wait in, a row with more keys than a split has no result, and says so.
     const int blocks = work == nullptr && seen > kSplitBlocks ? 0 : seen;
@@ -363,10 +364,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     unsigned weights[kKeySteps][4];
 
     // Raw scores to weights; `rescale` is what O has to be multiplied by, if so.
-    const auto weigh = [&](int first_key) {
-      if (first_key + kBlockKeys > warp_limit_min) {
-        tile_rows().hide(scores, first_key, warp_row, lane);
-      }
+    const auto weigh = [&](int block) {
+      if (block >= whole) tile_rows().hide(scores, block * kBlockKeys, warp_row, lane);
       return softmax.block(scores, scale_log2, rescale);
     };
     float4 waiting_rows;  // of what waits here
@@ -417,21 +416,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       round_weights();
       await_v(turn);
     }
-    bool fresh = true;  // O has nothing of this split yet
+    int place = 0;  // in its split, of the block whose weights there are
     for (int block = 1; block < blocks; ++block) {
       const Turn turn(earlier_blocks + block);
       const Turn before(earlier_blocks + block - 1);
       mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
       see_copies();
-      if (kTurns && (consumer > 0 || in_turn)) named_barrier(1 + consumer, kTurnThreads);
-      in_turn = true;
+      if (kTurns) named_barrier(1 + consumer, kTurnThreads);
       keep_order(scores);
       keep_order(acc);
       keep_order(weights);
       wgmma_fence();
       start_scores(scores, q_rows, base + kKTiles + turn.stage * kStageBytes);
       wgmma_commit();
-      start_values(acc, weights, base + kVTiles + before.stage * kStageBytes, !fresh);
+      start_values(acc, weights, base + kVTiles + before.stage * kStageBytes,
+                   place > 0);
       wgmma_commit();
       if (kTurns) named_barrier_arrive(1 + next_consumer, kTurnThreads);
       wgmma_wait<1>();
@@ -439,17 +438,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       release(barrier(kEmptyK, turn.stage));
       if (block == blocks - 1) release(empty_q);
       // With a new split, what was before waits, and weights are relative to nothing.
-      const bool splits = block % kSplitBlocks == 0;
+      const bool splits = place == kSplitBlocks - 1;
+      place = splits ? 0 : place + 1;
       SoftmaxRows ended = softmax;
       if (splits) softmax = SoftmaxRows();
-      const bool changed = weigh(block * kBlockKeys);
+      const bool changed = weigh(block);
       await_v(turn);
       wgmma_wait<0>();
       keep_order(acc);
       keep_order(weights);
       release(barrier(kEmptyV, before.stage));
       round_weights();
-      fresh = splits;
       if (splits) {
         end_split(ended, block == kSplitBlocks, false);
       } else if (changed) {
@@ -462,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       keep_order(acc);
       keep_order(weights);
       wgmma_fence();
-      start_values(acc, weights, base + kVTiles + turn.stage * kStageBytes, !fresh);
+      start_values(acc, weights, base + kVTiles + turn.stage * kStageBytes, place > 0);
       wgmma_commit();
       wgmma_wait<0>();
       keep_order(acc);
@@ -478,5 +477,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                blocks != seen, warp_row, lane);
   }
   // The last giving way is met, so that none is left over.
-  if (kTurns && consumer == 0 && in_turn) named_barrier(1, kTurnThreads);
+  if (kTurns && consumer == 0) named_barrier(1, kTurnThreads);
 }
