@@ -66,7 +66,9 @@ constexpr int kVTiles = kKTiles + kStages * kStageBytes;
 // to the L2 and back.
 constexpr bool kWaitsHere = kHeadDim <= 128;
 constexpr int kWaitingTile = kVTiles + kStages * kStageBytes;
-constexpr int kBarriers = kWaitingTile + (kWaitsHere ? kTileRows * kHeadDim * 4 : 0);
+constexpr bool kRowsWaitHere = kHeadDim == 64;       // their maxima and sums, else in registers
+constexpr int kWaiting = kWaitsHere ? kDimTiles + (kRowsWaitHere ? 1 : 0) : 0;  // of a thread
+constexpr int kBarriers = kWaitingTile + kConsumerThreads * kWaiting * 16;
 constexpr int kAlignment = 1024;                     // of what descriptors name
 constexpr int kSharedBytes = kBarriers + (4 * kStages + 2) * 8 + kAlignment;
 
@@ -366,16 +368,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // Raw scores to weights; `rescale` is what O has to be multiplied by, if so.
     const auto weigh = [&](int block) {
       if (block >= whole) tile_rows().hide(scores, block * kBlockKeys, warp_row, lane);
-      return softmax.block(scores, scale_log2, rescale);
+      return softmax.block_if_changed(scores, scale_log2, rescale);
     };
-    float4 waiting_rows;  // of what waits here
+    float4 waiting_rows;  // maxima and sums of what waits here
     const auto end_split = [&](SoftmaxRows& ended, bool first, bool last) {
       if constexpr (kWaitsHere) {
         float4* waiting = reinterpret_cast<float4*>(aligned + kWaitingTile) +
-                          thread / 32 * 32 * kDimTiles + lane;
-        if (!first) meet(waiting, waiting_rows, ended, acc, scale_log2);
+                          thread / 32 * 32 * kWaiting + lane;
+        float4& rows = kRowsWaitHere ? waiting[kDimTiles * 32] : waiting_rows;
+        if (!first) meet(waiting, rows, ended, acc, scale_log2);
         if (!last) {
-          waiting_rows = both_of(ended);
+          rows = both_of(ended);
           leave(waiting, acc);
         }
       } else {

@@ -23,7 +23,6 @@ SWITCH = "RLBENCH_ATTENTION_TMA"
 _K, _V = 1, 2  # among the pointers
 _NARROW = 64  # head dim
 _STAGES = 2  # of K and of V
-_WAITS_HERE = 128  # head dims up to this one leave room for O in fp32
 _CAPABILITIES = range(9, 10)  # wgmma
 
 
@@ -62,15 +61,16 @@ class Variant(Family):
         return super().kernel + ("_tma" if self.tma else "")
 
     @property
-    def waits_here(self) -> bool:
-        """Whether O waits in shared memory between splits, else in global memory."""
-        return self.head_dim <= _WAITS_HERE
+    def waiting(self) -> int:
+        """Chunks of a thread that wait in shared memory between splits, where there is room: O and,
+        at head dim 64, maxima and sums."""
+        return {64: 8 + 1, 128: 16, 256: 0}[self.head_dim]
 
     @property
     def shared_bytes(self) -> int:
         """Q, the stages of K and V, O between splits, barriers, and room to align it all to 1024."""
         rows = self.tile_rows + 2 * _STAGES * BLOCK_KEYS[self.head_dim]
-        waiting = self.tile_rows * self.head_dim * 4 if self.waits_here else 0
+        waiting = self.row_threads * self.waiting * 16
         return rows * self.head_dim * 2 + waiting + (4 * _STAGES + 2) * 8 + 1024
 
     @property
