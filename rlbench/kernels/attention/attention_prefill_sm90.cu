@@ -16,6 +16,9 @@
 //     S(0); softmax(0);  for j = 1 ..: { start S(j); start O += P(j-1) V(j-1); wait S(j);
 //     softmax(j); wait O; rescale O; P(j) }  O += P(last) V(last)
 //
+// Where j begins a split, O is merged with what waits instead of rescaled, and waits itself: in
+// shared memory, or at head dim 256, which leaves no room there, in global memory.
+//
 // Shared memory holds matrices as panels of 64 elements (128 bytes) a row, which wgmma reads through
 // descriptors: Q and K along the sum's dimension, V across it.
 //
@@ -432,8 +435,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       wgmma_fence();
       start_scores(scores, q_rows, base + kKTiles + turn.stage * kStageBytes);
       wgmma_commit();
-      start_values(acc, weights, base + kVTiles + before.stage * kStageBytes,
-                   place > 0);
+      start_values(acc, weights, base + kVTiles + before.stage * kStageBytes, place > 0);
       wgmma_commit();
       if (kTurns) named_barrier_arrive(1 + next_consumer, kTurnThreads);
       wgmma_wait<1>();
@@ -453,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       release(barrier(kEmptyV, before.stage));
       round_weights();
       if (splits) {
-        end_split(ended, block == kSplitBlocks, false);
+        end_split(ended, block == kSplitBlocks, false);  // O starts afresh with place 0
       } else if (changed) {
         rescale_all(acc, rescale);
       }
@@ -470,9 +472,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       keep_order(acc);
       keep_order(weights);
       release(barrier(kEmptyV, turn.stage));
-      if (blocks > kSplitBlocks) {
-        end_split(softmax, false, true);
-      }
+      if (blocks > kSplitBlocks) end_split(softmax, false, true);
       earlier_blocks += blocks;
       ++earlier_tiles;
     }
