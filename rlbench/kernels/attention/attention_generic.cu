@@ -231,14 +231,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
       if (work == nullptr) break;
       merge_split<kThreads>(work, threadIdx.x, softmax, acc, scale_log2, block < kSplitBlocks,
                             block + 1 == blocks);
-      if (block + 1 < blocks) {
-        softmax = SoftmaxRows();
-#pragma unroll
-        for (int n = 0; n < kDimTiles; ++n) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) acc[n][e] = 0.0f;
-        }
-      }
     }
   }
 

@@ -69,9 +69,9 @@ constexpr int kVTiles = kKTiles + kStages * kStageBytes;
 // to the L2 and back.
 constexpr bool kWaitsHere = kHeadDim <= 128;
 constexpr int kWaitingTile = kVTiles + kStages * kStageBytes;
-constexpr bool kRowsWaitHere = kHeadDim == 64;       // their maxima and sums, else in registers
-constexpr int kWaiting = kWaitsHere ? kDimTiles + (kRowsWaitHere ? 1 : 0) : 0;  // of a thread
-constexpr int kBarriers = kWaitingTile + kConsumerThreads * kWaiting * 16;
+// A thread's float4s of O, and of its rows' maxima and sums, for which registers have to do else.
+constexpr int kWaiting = kDimTiles + (kHeadDim == 128 ? 0 : 1);
+constexpr int kBarriers = kWaitingTile + (kWaitsHere ? kConsumerThreads * kWaiting * 16 : 0);
 constexpr int kAlignment = 1024;                     // of what descriptors name
 constexpr int kSharedBytes = kBarriers + (4 * kStages + 2) * 8 + kAlignment;
 
@@ -373,19 +373,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (block >= whole) tile_rows().hide(scores, block * kBlockKeys, warp_row, lane);
       return softmax.block_if_changed(scores, scale_log2, rescale);
     };
-    float4 waiting_rows;  // maxima and sums of what waits here
+    float4 waiting_rows;  // maxima and sums, where they wait in registers
     const auto end_split = [&](SoftmaxRows& ended, bool first, bool last) {
-      if constexpr (kWaitsHere) {
-        float4* waiting = reinterpret_cast<float4*>(aligned + kWaitingTile) +
-                          thread / 32 * 32 * kWaiting + lane;
-        float4& rows = kRowsWaitHere ? waiting[kDimTiles * 32] : waiting_rows;
-        if (!first) meet(waiting, rows, ended, acc, scale_log2);
-        if (!last) {
-          rows = both_of(ended);
-          leave(waiting, acc);
-        }
-      } else {
-        merge_split<kConsumerThreads>(work, thread, ended, acc, scale_log2, first, last);
+      float4* waiting = kWaitsHere ? reinterpret_cast<float4*>(aligned + kWaitingTile)
+                                   : reinterpret_cast<float4*>(work) +
+                                         static_cast<long long>(blockIdx.x) * kConsumerThreads *
+                                             kWaiting;
+      waiting += thread / 32 * 32 * kWaiting + lane;
+      float4& rows = kWaiting > kDimTiles ? waiting[kDimTiles * 32] : waiting_rows;
+      if (!first) meet(waiting, rows, ended, acc, scale_log2);
+      if (!last) {
+        rows = both_of(ended);
+        leave(waiting, acc);
       }
     };
     // Between the softmax and the wait for the products that it runs under, since ptxas would put
