@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import struct
 from typing import TYPE_CHECKING
 
 import pytest
 
 from rlbench.kernels import jit
 from rlbench.kernels.attention import builds, combine, decode, generic, prefill, stream
+from rlbench.kernels.attention.request import BLOCK_KEYS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,6 +53,21 @@ def test_builds_without_spills(arch: str, build: Build) -> None:
     assert "serialized" not in cubin.log.lower()
     assert "setmaxnreg" not in cubin.log.lower()
     assert build.kernel.encode() in cubin.code
+
+
+@pytest.mark.parametrize(
+    "build", [v for v in prefill.variants() if v.element == "Bf16"], ids=lambda v: v.kernel
+)
+def test_the_softmax_does_not_wait_for_products(build: prefill.Variant) -> None:
+    # ptxas would have all of them waited for first. Opcodes of sm_90a, in 16 bytes each.
+    warpgroup, exp2 = 0x9C5, 0x308
+    code = jit.compile_cubin(build.source, arch="sm_90a", defines=build.defines).code
+    opcodes = [low & 0xFFF for low, _ in struct.iter_unpack("<QQ", code[: len(code) // 16 * 16])]
+    at = [i for i, opcode in enumerate(opcodes) if opcode == warpgroup]
+    # Products start, S(0) is waited for, products start, S(j) is, and O.
+    between = [opcodes[i:j].count(exp2) for i, j in itertools.pairwise(at)][:4]
+    weights = BLOCK_KEYS[build.head_dim] // 2  # of a thread
+    assert [count >= weights for count in between] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -157,8 +157,8 @@ def test_more_keys_than_promised_are_nan(page_size: int | None) -> None:
 @pytest.mark.parametrize(
     ("wait", "schedule"),
     [
-        ("mbarrier_wait(empty_q, earlier_tiles % 2 ^ 1);", EAGER),  # Q comes too early
-        ("mbarrier_wait(barrier(kFullV, turn.stage), turn.parity);", LAZY),  # V comes too late
+        ("mbarrier_wait(empty_q, earlier_tiles % 2 ^ 1);", EAGER),
+        ("mbarrier_wait_after(sums, barrier(kFullV, turn.stage), turn.parity);", LAZY),
         ("wgmma_wait<1>();", LAZY),
     ],
 )
@@ -174,7 +174,7 @@ def test_a_missing_wait_is_noticed(wait: str, schedule: Schedule) -> None:
     ("old", "new", "schedule"),
     [
         ("mbarrier_wait(empty_q, earlier_tiles % 2 ^ 1);", "", EAGER),
-        ("mbarrier_wait(barrier(kFullV, turn.stage), turn.parity);", "", LAZY),
+        ("mbarrier_wait_after(sums, barrier(kFullV, turn.stage), turn.parity);", "", LAZY),
         ("mbarrier_wait(barrier(empty, turn.stage), turn.parity ^ 1);", "", EAGER),
         ("mbarrier_arrive_expecting(barrier(full", "mbarrier_arrive_expecting(barrier(empty", LAZY),
         ("turn.stage), kStageBytes);", "turn.stage), kStageBytes / 2);", EAGER),

@@ -16,6 +16,9 @@
 //     S(0); softmax(0);  for j = 1 ..: { start S(j); start O += P(j-1) V(j-1); wait S(j);
 //     softmax(j); wait O; rescale O; P(j) }  O += P(last) V(last)
 //
+// Where j begins a split, O is merged with what waits instead of rescaled, and waits itself: in
+// shared memory, or at head dim 256, which leaves no room there, in global memory.
+//
 // Shared memory holds matrices as panels of 64 elements (128 bytes) a row, which wgmma reads through
 // descriptors: Q and K along the sum's dimension, V across it.
 //
@@ -62,7 +65,13 @@ constexpr int kStageBytes = kPanels * kKeyPanel;
 constexpr int kQTile = 0;
 constexpr int kKTiles = kQTile + kPanels * kQPanel;
 constexpr int kVTiles = kKTiles + kStages * kStageBytes;
-constexpr int kBarriers = kVTiles + kStages * kStageBytes;
+// Between splits O waits in shared memory where there is room for it, which costs far less than a way
+// to the L2 and back.
+constexpr bool kWaitsHere = kHeadDim <= 128;
+constexpr int kWaitingTile = kVTiles + kStages * kStageBytes;
+// A thread's float4s of O, and of its rows' maxima and sums, for which registers have to do else.
+constexpr int kWaiting = kDimTiles + (kHeadDim == 128 ? 0 : 1);
+constexpr int kBarriers = kWaitingTile + (kWaitsHere ? kConsumerThreads * kWaiting * 16 : 0);
 constexpr int kAlignment = 1024;                     // of what descriptors name
 constexpr int kSharedBytes = kBarriers + (4 * kStages + 2) * 8 + kAlignment;
 
@@ -73,8 +82,9 @@ static_assert(kKeyPanel % kAlignment == 0 && kQPanel % kAlignment == 0, "panels 
 // Registers of a thread. Together they are what the block was launched with, or a warpgroup waits for
 // registers that nobody gives.
 static_assert(kConsumers == 2 || (kConsumers == 3 && kTma), "registers for consumers");
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kTma ? 24 : 56;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kTma ? 240 : 224;
+constexpr bool kWide = kHeadDim == 256;  // consumers need more, and the producer less
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kTma ? 24 : kWide ? 40 : 56;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kTma ? 240 : kWide ? 232 : 224;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                   (1 + kConsumers) * (65536 / kThreads / 8 * 8),
               "the launch's registers");
@@ -187,13 +197,15 @@ __device__ __forceinline__ void see_copies() {
 #define MAPS
 #endif
 
-// work: [grid, kConsumerThreads, kDimTiles + 1, 4], see waiting.cuh.
+// work: [grid, kConsumerThreads, kDimTiles + 1, 4], see waiting.cuh. Where O waits in shared memory,
+// it only says that rows may have to wait.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long tiles_arg,
                 long long causal_arg, double scale_arg, double scale_log2_arg MAPS) {
   extern __shared__ unsigned char shared_memory[];
   const unsigned misaligned = shared_address(shared_memory) % kAlignment;
-  const unsigned base = shared_address(shared_memory) + (misaligned ? kAlignment - misaligned : 0);
+  unsigned char* aligned = shared_memory + (misaligned ? kAlignment - misaligned : 0);
+  const unsigned base = shared_address(aligned);
   const auto barrier = [&](int which, unsigned stage) {
     return base + kBarriers + (which * kStages + static_cast<int>(stage)) * 8;
   };
@@ -320,10 +332,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int consumer = warp / 4 - 1;
   const int warp_row = (warp - 4) * kWarpRows;
   const unsigned thread = threadIdx.x - 128;
-  const float scale_log2 = static_cast<float>(scale_log2_arg);
+  // Through a shuffle, so that it is not converted again for every block.
+  const float scale_log2 = __shfl_sync(kFullWarp, static_cast<float>(scale_log2_arg), 0);
   const unsigned q_rows = base + kQTile + consumer * 64 * 128;
   const int next_consumer = consumer + 1 < kConsumers ? consumer + 1 : 0;
-  bool in_turn = false;  // this one has had a turn before
+
+  if (kTurns && next_consumer == 0) named_barrier_arrive(1, kTurnThreads);  // the first one begins
 
   const auto release = [&](unsigned empty) {
     __syncwarp();
@@ -338,12 +352,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       asm volatile("" : "+r"(same));
       return places(same, cu_seqlens_q, lengths_k);
     };
-    int seen, warp_limit_min;
+    int seen, whole;  // blocks; those that every row of the warp sees in full
     {
       const TileRows<kTileRows, kPaged> rows = tile_rows();
       if (rows.count == 0) continue;
       seen = blocks_of(rows);
-      warp_limit_min = rows.limit(warp_row);
+      whole = rows.limit(warp_row) / kBlockKeys;
     }
     // Without room to wait in, a row with more keys than a split has no result, and says so.
     const int blocks = work == nullptr && seen > kSplitBlocks ? 0 : seen;
@@ -355,11 +369,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     unsigned weights[kKeySteps][4];
 
     // Raw scores to weights; `rescale` is what O has to be multiplied by, if so.
-    const auto weigh = [&](int first_key) {
-      if (first_key + kBlockKeys > warp_limit_min) {
-        tile_rows().hide(scores, first_key, warp_row, lane);
+    const auto weigh = [&](int block) {
+      if (block >= whole) tile_rows().hide(scores, block * kBlockKeys, warp_row, lane);
+      return softmax.block_if_changed(scores, scale_log2, rescale);
+    };
+    float4 waiting_rows;  // maxima and sums, where they wait in registers
+    const auto end_split = [&](SoftmaxRows& ended, bool first, bool last) {
+      float4* waiting = kWaitsHere ? reinterpret_cast<float4*>(aligned + kWaitingTile)
+                                   : reinterpret_cast<float4*>(work) +
+                                         static_cast<long long>(blockIdx.x) * kConsumerThreads *
+                                             kWaiting;
+      waiting += thread / 32 * 32 * kWaiting + lane;
+      float4& rows = kWaiting > kDimTiles ? waiting[kDimTiles * 32] : waiting_rows;
+      if (!first) meet(waiting, rows, ended, acc, scale_log2);
+      if (!last) {
+        rows = both_of(ended);
+        leave(waiting, acc);
       }
-      return softmax.block(scores, scale_log2, rescale);
+    };
+    // Between the softmax and the wait for the products that it runs under, since ptxas would put
+    // that wait first; but it moves nothing past a loop, and this one takes the sums.
+    const auto await_v = [&](const Turn& turn) {
+      const float sums = __fadd_rn(softmax.sum[0], softmax.sum[1]);
+      mbarrier_wait_after(sums, barrier(kFullV, turn.stage), turn.parity);
     };
     const auto round_weights = [&]() {
 #pragma unroll
@@ -387,66 +419,59 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (blocks == 1) release(empty_q);
       weigh(0);
       round_weights();
+      await_v(turn);
     }
-    bool fresh = true;  // O has nothing of this split yet
+    int place = 0;  // in its split, of the block whose weights there are
     for (int block = 1; block < blocks; ++block) {
       const Turn turn(earlier_blocks + block);
       const Turn before(earlier_blocks + block - 1);
       mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
-      mbarrier_wait(barrier(kFullV, before.stage), before.parity);
       see_copies();
-      if (kTurns && (consumer > 0 || in_turn)) named_barrier(1 + consumer, kTurnThreads);
-      in_turn = true;
+      if (kTurns) named_barrier(1 + consumer, kTurnThreads);
       keep_order(scores);
       keep_order(acc);
       keep_order(weights);
       wgmma_fence();
       start_scores(scores, q_rows, base + kKTiles + turn.stage * kStageBytes);
       wgmma_commit();
-      start_values(acc, weights, base + kVTiles + before.stage * kStageBytes, !fresh);
+      start_values(acc, weights, base + kVTiles + before.stage * kStageBytes, place > 0);
       wgmma_commit();
       if (kTurns) named_barrier_arrive(1 + next_consumer, kTurnThreads);
-      fresh = false;
       wgmma_wait<1>();
       keep_order(scores);
       release(barrier(kEmptyK, turn.stage));
       if (block == blocks - 1) release(empty_q);
-      if (block % kSplitBlocks == 0) {
-        // What was before belongs to the last split; this block's weights are relative to nothing.
-        wgmma_wait<0>();
-        keep_order(acc);
-        keep_order(weights);
-        release(barrier(kEmptyV, before.stage));
-        merge_split<kConsumerThreads>(work, thread, softmax, acc, scale_log2,
-                                      block == kSplitBlocks, false);
-        fresh = true;
-        weigh(block * kBlockKeys);
-      } else {
-        const bool changed = weigh(block * kBlockKeys);
-        wgmma_wait<0>();
-        keep_order(acc);
-        keep_order(weights);
-        release(barrier(kEmptyV, before.stage));
-        if (changed) rescale_all(acc, rescale);
-      }
+      // With a new split, what was before waits, and weights are relative to nothing.
+      const bool splits = place == kSplitBlocks - 1;
+      place = splits ? 0 : place + 1;
+      SoftmaxRows ended = softmax;
+      if (splits) softmax = SoftmaxRows();
+      const bool changed = weigh(block);
+      await_v(turn);
+      wgmma_wait<0>();
+      keep_order(acc);
+      keep_order(weights);
+      release(barrier(kEmptyV, before.stage));
       round_weights();
+      if (splits) {
+        end_split(ended, block == kSplitBlocks, false);  // O starts afresh with place 0
+      } else if (changed) {
+        rescale_all(acc, rescale);
+      }
     }
     if (blocks > 0) {
       const Turn turn(earlier_blocks + blocks - 1);
-      mbarrier_wait(barrier(kFullV, turn.stage), turn.parity);
       see_copies();
       keep_order(acc);
       keep_order(weights);
       wgmma_fence();
-      start_values(acc, weights, base + kVTiles + turn.stage * kStageBytes, !fresh);
+      start_values(acc, weights, base + kVTiles + turn.stage * kStageBytes, place > 0);
       wgmma_commit();
       wgmma_wait<0>();
       keep_order(acc);
       keep_order(weights);
       release(barrier(kEmptyV, turn.stage));
-      if (blocks > kSplitBlocks) {
-        merge_split<kConsumerThreads>(work, thread, softmax, acc, scale_log2, false, true);
-      }
+      if (blocks > kSplitBlocks) end_split(softmax, false, true);
       earlier_blocks += blocks;
       ++earlier_tiles;
     }
@@ -454,5 +479,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                blocks != seen, warp_row, lane);
   }
   // The last giving way is met, so that none is left over.
-  if (kTurns && consumer == 0 && in_turn) named_barrier(1, kTurnThreads);
+  if (kTurns && consumer == 0) named_barrier(1, kTurnThreads);
 }

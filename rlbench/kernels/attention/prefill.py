@@ -58,10 +58,17 @@ class Variant(Family):
         return super().kernel + ("_tma" if self.tma else "")
 
     @property
+    def waiting(self) -> int:
+        """Chunks of a thread that wait in shared memory between splits, where there is room: O and,
+        at head dim 64, maxima and sums."""
+        return {64: 8 + 1, 128: 16, 256: 0}[self.head_dim]
+
+    @property
     def shared_bytes(self) -> int:
-        """Q, the stages of K and V, their barriers, and room to align them to 1024 bytes."""
+        """Q, the stages of K and V, O between splits, barriers, and room to align it all to 1024."""
         rows = self.tile_rows + 2 * _STAGES * BLOCK_KEYS[self.head_dim]
-        return rows * self.head_dim * 2 + (4 * _STAGES + 2) * 8 + 1024
+        waiting = self.row_threads * self.waiting * 16
+        return rows * self.head_dim * 2 + waiting + (4 * _STAGES + 2) * 8 + 1024
 
     @property
     def defines(self) -> dict[str, str | int]:

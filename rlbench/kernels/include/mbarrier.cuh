@@ -33,6 +33,22 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
       : "memory");
 }
 
+// The same in code that ptxas cannot begin before it has `result`, which is not negative.
+__device__ __forceinline__ void mbarrier_wait_after(float result, unsigned barrier,
+                                                    unsigned parity) {
+  asm volatile(
+      "{.reg .pred done, never;\n"
+      ".reg .b32 phase;\n"
+      "setp.lt.f32 never, %2, 0f00000000;\n"
+      "vote.sync.any.pred never, never, 0xffffffff;\n"
+      "selp.b32 phase, 2, %1, never;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], phase;\n"
+      "@!done bra again;}"
+      ::"r"(barrier), "r"(parity), "f"(result)
+      : "memory");
+}
+
 // Makes what was written to shared memory by ordinary means, and cp.async, visible to wgmma, and
 // barriers that were initialized to TMA.
 __device__ __forceinline__ void fence_for_wgmma() {

@@ -53,6 +53,48 @@ struct SoftmaxRows {
     return __any_sync(kFullWarp, changed);
   }
 
+  // The same, with more registers and fewer instructions: what changes nothing is not computed, and
+  // `rescale` is only set if something changes.
+  template <int kTiles>
+  __device__ __forceinline__ bool block_if_changed(float (&scores)[kTiles][4], float scale,
+                                                   float (&rescale)[2]) {
+    float next[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float block_max = fmaxf(scores[0][2 * r], scores[0][2 * r + 1]);
+#pragma unroll
+      for (int j = 1; j < kTiles; ++j) {
+        block_max = fmaxf(block_max, fmaxf(scores[j][2 * r], scores[j][2 * r + 1]));
+      }
+      block_max = fmaxf(block_max, __shfl_xor_sync(kFullWarp, block_max, 1));
+      block_max = fmaxf(block_max, __shfl_xor_sync(kFullWarp, block_max, 2));
+      next[r] = next_reference(max[r], block_max, scale);
+    }
+    const bool changed = __any_sync(kFullWarp, next[0] != max[0] || next[1] != max[1]);
+    if (changed) {  // else sums would be multiplied by 1, or are 0
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float reference = next[r] == -kInfinity ? 0.0f : next[r];
+        rescale[r] = exp2_approx(__fmul_rn(__fsub_rn(max[r], reference), scale));
+        max[r] = next[r];
+        sum[r] = __fmul_rn(sum[r], rescale[r]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float scaled = __fmul_rn(max[r] == -kInfinity ? 0.0f : max[r], scale);
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        const float even = exp2_approx(__fmaf_rn(scores[j][2 * r], scale, -scaled));
+        const float odd = exp2_approx(__fmaf_rn(scores[j][2 * r + 1], scale, -scaled));
+        scores[j][2 * r] = even;
+        scores[j][2 * r + 1] = odd;
+        sum[r] = __fadd_rn(sum[r], __fadd_rn(even, odd));
+      }
+    }
+    return changed;
+  }
+
   // The whole row's sum, (lane 0 + lane 1) + (lane 2 + lane 3) of its four lanes, in each of them.
   __device__ __forceinline__ float total(int r) const {
     const float pair = __fadd_rn(sum[r], __shfl_xor_sync(kFullWarp, sum[r], 1));

@@ -1,4 +1,4 @@
-// What a row has so far waits in global memory between splits, because registers hold one O.
+// What a row has so far waits in memory between splits, because registers hold one O.
 #pragma once
 
 #include "merge.cuh"
@@ -46,6 +46,43 @@ __device__ __forceinline__ void merge_split(float* work, unsigned thread, Softma
     }
     softmax = SoftmaxRows();
   }
+}
+
+// The same in parts, for who has other places to wait in.
+
+// A thread's part of O, 32 lanes side by side, in memory for kDimTiles * 32 float4s a warp.
+template <int kDimTiles>
+__device__ __forceinline__ void leave(float4* waiting, const float (&acc)[kDimTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kDimTiles; ++n) {
+    waiting[n * 32] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+  }
+}
+
+// Merges what waits, whose maxima and sums are `rows`, into what came after it.
+template <int kDimTiles>
+__device__ __forceinline__ void meet(const float4* waiting, const float4& rows,
+                                     SoftmaxRows& softmax, float (&acc)[kDimTiles][4],
+                                     float scale_log2) {
+  const MergeScales upper(rows.x, softmax.max[0], scale_log2);
+  const MergeScales lower(rows.y, softmax.max[1], scale_log2);
+  softmax.max[0] = upper.max;
+  softmax.max[1] = lower.max;
+  softmax.sum[0] = upper(rows.z, softmax.sum[0]);
+  softmax.sum[1] = lower(rows.w, softmax.sum[1]);
+#pragma unroll
+  for (int n = 0; n < kDimTiles; ++n) {
+    const float4 old = waiting[n * 32];
+    acc[n][0] = upper(old.x, acc[n][0]);
+    acc[n][1] = upper(old.y, acc[n][1]);
+    acc[n][2] = lower(old.z, acc[n][2]);
+    acc[n][3] = lower(old.w, acc[n][3]);
+  }
+}
+
+// The maxima and sums of both of a thread's rows.
+__device__ __forceinline__ float4 both_of(const SoftmaxRows& softmax) {
+  return make_float4(softmax.max[0], softmax.max[1], softmax.sum[0], softmax.sum[1]);
 }
 
 }  // namespace rlbench

@@ -19,6 +19,9 @@ inline void mbarrier_arrive_after_copies(unsigned barrier) {
 inline void mbarrier_wait(unsigned barrier, unsigned parity) {
   emulator::barrier_wait(barrier, parity);
 }
+inline void mbarrier_wait_after(float, unsigned barrier, unsigned parity) {
+  emulator::barrier_wait(barrier, parity);
+}
 
 inline void named_barrier(int id, int threads) {
   emulator::named_sync(id, static_cast<unsigned>(threads));
