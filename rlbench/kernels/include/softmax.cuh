@@ -21,34 +21,10 @@ struct SoftmaxRows {
     bool changed = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float block_max = fmaxf(scores[0][2 * r], scores[0][2 * r + 1]);
-#pragma unroll
-      for (int j = 1; j < kTiles; ++j) {
-        block_max = fmaxf(block_max, fmaxf(scores[j][2 * r], scores[j][2 * r + 1]));
-      }
-      block_max = fmaxf(block_max, __shfl_xor_sync(kFullWarp, block_max, 1));
-      block_max = fmaxf(block_max, __shfl_xor_sync(kFullWarp, block_max, 2));
-      // The weight that counts most is then exactly 1, which rounding leaves alone. A maximum that
-      // lags behind, so as to rescale rarely, costs a tenth of the accuracy.
-      const float next = fmaxf(max[r], block_max);
+      const float next = next_max(scores, r);
       changed = changed || next != max[r];
-      // A row that has seen no key yet: -inf - -inf would be NaN. Zero is as good as any other
-      // reference, since every weight and every sum of that row is zero.
-      const float reference = next == -kInfinity ? 0.0f : next;
-      // The difference, not fma(max, scale, -scaled): an unchanged reference must give exp2(0) = 1.
-      rescale[r] = exp2_approx(__fmul_rn(__fsub_rn(max[r], reference), scale));
-      max[r] = next;
-      const float scaled = __fmul_rn(reference, scale);
-      float row_sum = __fmul_rn(sum[r], rescale[r]);
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        const float even = exp2_approx(__fmaf_rn(scores[j][2 * r], scale, -scaled));
-        const float odd = exp2_approx(__fmaf_rn(scores[j][2 * r + 1], scale, -scaled));
-        scores[j][2 * r] = even;
-        scores[j][2 * r + 1] = odd;
-        row_sum = __fadd_rn(row_sum, __fadd_rn(even, odd));
-      }
-      sum[r] = row_sum;
+      rescale[r] = move(r, next, scale);
+      weigh(scores, r, scale);
     }
     return __any_sync(kFullWarp, changed);
   }
@@ -58,40 +34,14 @@ struct SoftmaxRows {
   template <int kTiles>
   __device__ __forceinline__ bool block_if_changed(float (&scores)[kTiles][4], float scale,
                                                    float (&rescale)[2]) {
-    float next[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float block_max = fmaxf(scores[0][2 * r], scores[0][2 * r + 1]);
-#pragma unroll
-      for (int j = 1; j < kTiles; ++j) {
-        block_max = fmaxf(block_max, fmaxf(scores[j][2 * r], scores[j][2 * r + 1]));
-      }
-      block_max = fmaxf(block_max, __shfl_xor_sync(kFullWarp, block_max, 1));
-      block_max = fmaxf(block_max, __shfl_xor_sync(kFullWarp, block_max, 2));
-      next[r] = next_reference(max[r], block_max, scale);
-    }
+    const float next[2] = {next_max(scores, 0), next_max(scores, 1)};
     const bool changed = __any_sync(kFullWarp, next[0] != max[0] || next[1] != max[1]);
     if (changed) {  // else sums would be multiplied by 1, or are 0
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float reference = next[r] == -kInfinity ? 0.0f : next[r];
-        rescale[r] = exp2_approx(__fmul_rn(__fsub_rn(max[r], reference), scale));
-        max[r] = next[r];
-        sum[r] = __fmul_rn(sum[r], rescale[r]);
-      }
+      for (int r = 0; r < 2; ++r) rescale[r] = move(r, next[r], scale);
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float scaled = __fmul_rn(max[r] == -kInfinity ? 0.0f : max[r], scale);
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        const float even = exp2_approx(__fmaf_rn(scores[j][2 * r], scale, -scaled));
-        const float odd = exp2_approx(__fmaf_rn(scores[j][2 * r + 1], scale, -scaled));
-        scores[j][2 * r] = even;
-        scores[j][2 * r + 1] = odd;
-        sum[r] = __fadd_rn(sum[r], __fadd_rn(even, odd));
-      }
-    }
+    for (int r = 0; r < 2; ++r) weigh(scores, r, scale);
     return changed;
   }
 
@@ -99,6 +49,50 @@ struct SoftmaxRows {
   __device__ __forceinline__ float total(int r) const {
     const float pair = __fadd_rn(sum[r], __shfl_xor_sync(kFullWarp, sum[r], 1));
     return __fadd_rn(pair, __shfl_xor_sync(kFullWarp, pair, 2));
+  }
+
+ private:
+  // What weights are relative to with this block. The weight that counts most is then exactly 1,
+  // which rounding leaves alone: a maximum that lags behind, so as to rescale rarely, costs a tenth
+  // of the accuracy.
+  template <int kTiles>
+  __device__ __forceinline__ float next_max(const float (&scores)[kTiles][4], int r) const {
+    float largest = fmaxf(scores[0][2 * r], scores[0][2 * r + 1]);
+#pragma unroll
+    for (int j = 1; j < kTiles; ++j) {
+      largest = fmaxf(largest, fmaxf(scores[j][2 * r], scores[j][2 * r + 1]));
+    }
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
+    return fmaxf(max[r], largest);
+  }
+
+  // A row that has seen no key yet: -inf - -inf would be NaN. Zero is as good as any other reference,
+  // since every weight and every sum of that row is zero.
+  static __device__ __forceinline__ float reference_of(float max) {
+    return max == -kInfinity ? 0.0f : max;
+  }
+
+  // Makes the sum relative to `next`, and returns what it was multiplied by.
+  __device__ __forceinline__ float move(int r, float next, float scale) {
+    // The difference, not fma(max, scale, -scaled): an unchanged reference must give exp2(0) = 1.
+    const float rescale = exp2_approx(__fmul_rn(__fsub_rn(max[r], reference_of(next)), scale));
+    max[r] = next;
+    sum[r] = __fmul_rn(sum[r], rescale);
+    return rescale;
+  }
+
+  template <int kTiles>
+  __device__ __forceinline__ void weigh(float (&scores)[kTiles][4], int r, float scale) {
+    const float scaled = __fmul_rn(reference_of(max[r]), scale);
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      const float even = exp2_approx(__fmaf_rn(scores[j][2 * r], scale, -scaled));
+      const float odd = exp2_approx(__fmaf_rn(scores[j][2 * r + 1], scale, -scaled));
+      scores[j][2 * r] = even;
+      scores[j][2 * r + 1] = odd;
+      sum[r] = __fadd_rn(sum[r], __fadd_rn(even, odd));
+    }
   }
 };
 
