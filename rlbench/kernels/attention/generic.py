@@ -36,8 +36,9 @@ class Variant(Family):
         return self.tile_rows * 2
 
     @property
-    def row_threads(self) -> int:
-        return self.threads
+    def work(self) -> int:
+        """fp32 elements of scratch memory for a block, between splits."""
+        return tiles.waiting(self.threads, self.head_dim)
 
     @property
     def shared_bytes(self) -> int:

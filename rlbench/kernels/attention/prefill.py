@@ -64,6 +64,11 @@ class Variant(Family):
         return {64: 8 + 1, 128: 16, 256: 0}[self.head_dim]
 
     @property
+    def work(self) -> int:
+        """fp32 elements of scratch memory for a block, between splits."""
+        return 1 if self.waiting else tiles.waiting(self.row_threads, self.head_dim)
+
+    @property
     def shared_bytes(self) -> int:
         """Q, the stages of K and V, O between splits, barriers, and room to align it all to 1024."""
         rows = self.tile_rows + 2 * _STAGES * BLOCK_KEYS[self.head_dim]

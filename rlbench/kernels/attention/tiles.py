@@ -13,19 +13,23 @@ if TYPE_CHECKING:
 MAX_GRID = 2**31 - 1
 
 
+def waiting(row_threads: int, head_dim: int) -> int:
+    """fp32 elements that wait between splits (waiting.cuh): O, and a maximum and a sum for each of a
+    thread's two rows."""
+    return row_threads * (head_dim // 8 + 1) * 4
+
+
 class TiledBuild(Build, Protocol):
     """A build of such a source."""
-
-    @property
-    def head_dim(self) -> int: ...
 
     @property
     def tile_rows(self) -> int:
         """Rows of a thread block."""
 
     @property
-    def row_threads(self) -> int:
-        """Threads of a block that have rows."""
+    def work(self) -> int:
+        """fp32 elements of scratch memory that a block needs where rows have several splits, one at
+        least: it takes the memory for a promise that they may."""
 
     @property
     def threads(self) -> int:
@@ -58,8 +62,6 @@ def plan(
     counts = (request.sequences, tiles, 1 if request.causal else 0)
     numbers = (*request.first_numbers, *counts, *request.scales)
     config = LaunchConfig(grid=blocks, block=build.threads, shmem_size=build.shared_bytes)
-    # Between splits: O, and a maximum and a sum for each of a thread's two rows (waiting.cuh).
-    waiting = build.row_threads * (build.head_dim // 8 + 1) * 4
-    work = blocks * waiting if request.splits > 1 else 0
+    work = blocks * build.work if request.splits > 1 else 0
     launch = Launch(config, kernel_of(build, request.device), numbers, maps)
     return Plan(request.device, (launch,), work)
