@@ -98,15 +98,12 @@ def test_decode_kernels_have_these_bits_in_other_schedules(plan: str, schedule: 
 
 
 @each_plan
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_the_next_sequence_may_hold_anything(plan: str, head_dim: int) -> None:
-    case = Case(head_dim, torch.bfloat16, None, 8, 1, ((1, 300), (1, 200)))
-    problem = problem_of(case)
-    k, v = problem.request.k.clone(), problem.request.v.clone()
-    k[300:], v[300:] = float("inf"), float("nan")
-    poisoned = replace(problem, request=replace(problem.request, k=k, v=v))
-    want, got = generic_result(case), run(poisoned, PLANS[plan](poisoned), LAZY_SHUFFLED)
-    assert_same_bits(Result(got.out[0], got.lse[0]), Result(want.out[0], want.lse[0]))
+@pytest.mark.parametrize("head_dim", BLOCK_KEYS)
+@pytest.mark.parametrize("schedule", [LAZY, LAZY_SHUFFLED], ids=str)
+def test_the_next_sequence_may_hold_anything(schedule: Schedule, head_dim: int, plan: str) -> None:
+    problem, want = before_poison(head_dim)
+    result = run(problem, PLANS[plan](problem), schedule)
+    assert_same_bits(Result(result.out[:1], result.lse[:1]), want)
 
 
 @each_plan
@@ -148,23 +145,12 @@ def test_boxes_may_end_anywhere(head_dim: int, page_size: int | None, whole: boo
     assert_same_bits(result, generic_result(problem.case))
 
 
-@pytest.mark.parametrize("head_dim", BLOCK_KEYS)
-@pytest.mark.parametrize("whole", [True, False])
-def test_tma_gives_zeros_for_the_next_sequence(head_dim: int, whole: bool) -> None:
-    problem, want = before_poison(head_dim)
-    result = streamed(problem, whole=whole, schedule=LAZY)
-    assert_same_bits(Result(result.out[:1], result.lse[:1]), want)
-
-
 def before_poison(head_dim: int) -> tuple[Problem, Result]:
     """Packed keys that end within a block, NaN and infinity after them; and the one result."""
     first = BLOCK_KEYS[head_dim] + 37
     problem = problem_of(Case(head_dim, torch.bfloat16, None, 4, 2, ((1, first), (1, 500))))
     want = generic_result(problem.case)
-    k, v = problem.request.k.clone(), problem.request.v.clone()
-    k[first:], v[first:] = float("inf"), float("nan")
-    poisoned = replace(problem, request=replace(problem.request, k=k, v=v))
-    return poisoned, Result(want.out[:1], want.lse[:1])
+    return problem.poisoned(first), Result(want.out[:1], want.lse[:1])
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -177,6 +163,23 @@ def test_tma_copies_pages_with_other_strides(whole: bool) -> None:
     request = replace(problem.request, k=heads_first, v=from_both)
     result = streamed(replace(problem, request=request), whole=whole, schedule=SHUFFLED)
     assert_same_bits(result, generic_result(problem.case))
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 7, 16, 24, 128])
+def test_clusters_serve_what_tma_can_bring(
+    page_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = problem_of(Case(128, torch.bfloat16, page_size, 8, 1, ((1, 300),))).request
+    with (
+        mock.patch.object(decode, "fits", return_value=True),
+        mock.patch.object(decode, "sms", return_value=132),
+        mock.patch.object(decode, "_room", return_value=30),
+    ):
+        assert decode.serves(request) is (page_size in (None, 16, 128))
+        assert not decode.serves(replace(request, splits=34))
+        assert not decode.serves(replace(request, max_seqlen_q=2))
+        monkeypatch.setenv(tensor_map.SWITCH, "0")
+        assert not decode.serves(request)
 
 
 def test_pages_beyond_32_bits_of_chunks_are_streamed_by_tma_alone(
@@ -249,6 +252,38 @@ def test_what_is_wrong_with_tma_is_noticed(
     def check() -> None:
         result = streamed(problem, whole=True, schedule=schedule, edit=Edit(file, old, new))
         assert_same_bits(Result(result.out[rows], result.lse[rows]), want)
+
+    with pytest.raises(AssertionError, match=r"that differ|deadlock:|fault:"):
+        check()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "schedule"),
+    [
+        ("  mbarrier_wait_for_sent(sent, 0);\n", "", EAGER),
+        ("        mbarrier_wait(barrier(full + stage), ", "        (void)(", LAZY),
+        ("      mbarrier_wait(barrier(kFullValues + stage),", "      (void)(", LAZY),
+        (
+            "      mbarrier_wait(barrier(kEmptyValues + group % kValueStages),",
+            "      (void)(",
+            EAGER,
+        ),
+        (
+            "  __syncthreads();\n\n  if (warp == kLoadingWarp) {",
+            "  if (warp == kLoadingWarp) {",
+            EAGER,
+        ),
+        ("if (lane / 2 >= absent) {", "if (false) {", EAGER),  # NaN behind the last key
+        ("+ e / 2 * 8 >= count) scores[e]", "+ e / 2 * 8 > count) scores[e]", EAGER),
+    ],
+)
+def test_what_is_wrong_in_a_cluster_is_noticed(old: str, new: str, schedule: Schedule) -> None:
+    problem = problem_of(Case(128, torch.bfloat16, 16, 8, 1, ((1, 300), (1, 2304), (1, 4600))))
+    edit = Edit("attention_decode_sm90.cu", old, new)
+
+    def check() -> None:
+        result = run(problem, decode_plan(problem), schedule, edit)
+        assert_same_bits(result, generic_result(problem.case))
 
     with pytest.raises(AssertionError, match=r"that differ|deadlock:|fault:"):
         check()

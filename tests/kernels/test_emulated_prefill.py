@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -71,12 +69,9 @@ def before_poison(case: Case, *, causal: bool) -> tuple[Problem, slice, Result]:
     block = BLOCK_KEYS[case.head_dim]
     first, second = (40, 2 * block + 3), (9, block + 1)
     problem = problem_of(case._replace(lengths=(first, second, (2, 5)), causal=causal))
-    k, v = problem.request.k.clone(), problem.request.v.clone()
-    poisoned = slice(first[1], first[1] + second[1])
-    k[poisoned], v[poisoned] = float("inf"), float("nan")
     clean = slice(first[0])
     want = only(clean, generic_result(problem.case))
-    return replace(problem, request=replace(problem.request, k=k, v=v)), clean, want
+    return problem.poisoned(first[1], first[1] + second[1]), clean, want
 
 
 def only(rows: slice, result: Result) -> Result:

@@ -4,6 +4,7 @@
 
 #include "cluster.cuh"
 #include "copy.cuh"
+#include "decode_task.cuh"
 #include "definition.cuh"
 #include "merge.cuh"
 #include "numeric.cuh"
@@ -21,7 +22,6 @@ constexpr bool kPaged = PAGED != 0;
 using Element = ELEMENT;
 constexpr int kAtOnce = 16;  // splits
 constexpr int kChunks = kHeadDim * 4 / kChunkBytes;  // of a part's O
-constexpr int kStats = 5;    // of a part: what its weights are relative to, and four sums of them
 constexpr int kStatsAt = kAtOnce * kHeadDim * 4;
 constexpr int kSharedBytes = kStatsAt + kAtOnce * kStats * 4;
 
@@ -45,8 +45,7 @@ extern "C" __global__ void __launch_bounds__(kHeadDim)
   const bool impossible = needed > splits_arg;  // more keys than the caller said there would be
   const int splits = impossible ? static_cast<int>(splits_arg) : needed;
 
-  const long long first = sequence * splits_arg * heads + head;
-  const float* all_stats = work + sequences_arg * splits_arg * heads * kHeadDim + first * kStats;
+  const SplitParts<kHeadDim> left = {work, sequences_arg, splits_arg, heads};
   const float scale_log2 = static_cast<float>(scale_log2_arg);
   float max = -kInfinity, sum[4] = {}, acc = 0.0f;  // what no key leaves: merging changes no bit
   // The first time round merges nothing with nothing: it brings the loop's code here while the
@@ -60,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(kHeadDim)
 #pragma unroll 1
     for (int i = column; i < kAtOnce * kChunks; i += kHeadDim) {
       const int split = i / kChunks;
-      const float* part = work + (first + (begin + split) * static_cast<long long>(heads)) * kHeadDim;
+      const float* part = left.columns(sequence, begin + split, head);
       copy_async(shared_address(memory) + i * kChunkBytes, part + i % kChunks * 4, split < there);
     }
     copy_async_commit();
@@ -68,8 +67,7 @@ extern "C" __global__ void __launch_bounds__(kHeadDim)
     for (int i = column; i < kAtOnce * kStats; i += kHeadDim) {
       const int split = i / kStats;
       stats[i] = split < there
-                     ? __ldcg(all_stats + (begin + split) * heads * static_cast<long long>(kStats) +
-                              i % kStats)
+                     ? __ldcg(left.stats(sequence, begin + split, head) + i % kStats)
                      : i % kStats == 0 ? -kInfinity : 0.0f;
     }
     copy_async_wait_all();

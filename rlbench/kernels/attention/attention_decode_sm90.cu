@@ -126,6 +126,16 @@ __device__ __forceinline__ float weight(float score, float scale_log2, float sca
   return present ? exponential : 0.0f;
 }
 
+// The largest score of 16 keys, of which this lane has two, for one head; in all of its lanes.
+__device__ __forceinline__ float largest_of_keys(float score, float eight_keys_on) {
+  float largest = fmaxf(score, eight_keys_on);
+#pragma unroll
+  for (int other = 4; other < 32; other *= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, other));
+  }
+  return largest;
+}
+
 // Where the tiles of a split are: what maps of tiles (tensor_map.py) call rows and pages.
 struct Place {
   int row, page;
@@ -136,8 +146,7 @@ struct Place {
   }
 };
 
-// work: [sequences, splits, heads, kHeadDim] and then [sequences, splits, heads, 5]; `out` is not
-// written if it is there.
+// work: SplitParts; `out` is not written if it is there.
 extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long splits_arg,
                 double scale_arg, double scale_log2_arg, const __grid_constant__ TensorMap k_map,
@@ -172,7 +181,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   if (thread < kBarrierCount) {
     const bool is_empty_values = thread >= kEmptyValues && thread < kSent;
     mbarrier_init(barrier(thread), is_empty_values ? kValueWarps : 1);
-    fence_for_wgmma();  // for TMA to see them
+    fence_async_proxy();  // for TMA to see them
   }
   __syncthreads();
   if (thread == 0) {
@@ -398,7 +407,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   }
 
   // --- 2, ended: one warp adds up the weights, lane 4 h + q the pairs 4 t + q of head h ------------
-  const long long part = static_cast<long long>(task.sequence) * splits_arg + task.split;
+  const SplitParts<kHeadDim> parts = {work, sequences_arg, splits_arg, task.all_heads};
   if (warp == kSummingWarp) {
     float sum = 0.0f;
 #pragma unroll 1
@@ -413,8 +422,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     const float largest = shared_float(memory, kFinalMax, g);
     const bool writes = rank == 0 && g < task.heads;  // all ranks know
     if (work != nullptr) {
-      const long long parts = sequences_arg * splits_arg * task.all_heads;
-      float* mine = work + parts * kHeadDim + (part * task.all_heads + task.first_head + g) * 5;
+      float* mine = parts.stats(task.sequence, task.split, task.first_head + g);
       if (writes) {
         mine[1 + c] = sum;
         if (c == 0) mine[0] = largest;
@@ -493,7 +501,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     const int column = first_column + warp * 16 + g + e / 2 * 8;
     if (head < task.heads) {
       if (work != nullptr) {
-        work[(part * task.all_heads + task.first_head + head) * kHeadDim + column] = acc[e];
+        parts.columns(task.sequence, task.split, task.first_head + head)[column] = acc[e];
       } else {
         const float value = __fmaf_rn(acc[e], shared_float(memory, kInverse, head), 0.0f);
         out[task.q_row * out_row_stride + (task.first_head + head) * out_head_stride + column] =

@@ -186,7 +186,7 @@ __device__ __forceinline__ int blocks_loaded(const TileRows<kTileRows, kPaged>& 
 
 // Before wgmma reads what a barrier has announced. With TMA the producer has seen to it.
 __device__ __forceinline__ void see_copies() {
-  if constexpr (!kTma) fence_for_wgmma();
+  if constexpr (!kTma) fence_async_proxy();
 }
 
 // Of K and V (tensor_map.py): the dimensions are the elements of a panel, keys, the last of which is
@@ -231,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     mbarrier_init(full_q, 32 * kQWarps);
     mbarrier_init(empty_q, kConsumerThreads / 32);
-    if constexpr (kTma) fence_for_wgmma();
+    if constexpr (kTma) fence_async_proxy();
   }
   __syncthreads();
 
@@ -287,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (blocks_loaded(rows, work != nullptr) == 0) continue;
       copy_q(rows);
       copy_async_wait_all();
-      fence_for_wgmma();
+      fence_async_proxy();
       mbarrier_arrive(full_q);
       ++earlier_tiles;
     }

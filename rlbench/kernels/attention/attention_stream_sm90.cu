@@ -120,6 +120,22 @@ struct HeadPair {
   }
 };
 
+// The query's fragments of B, one for each k16 step. A head that there is not gets the last one's:
+// nobody asks for its results.
+__device__ __forceinline__ void load_query(unsigned (&fragments)[kHeadDim / 16][2],
+                                           const DecodeTask<kPaged>& task, const unsigned short* q,
+                                           long long row_stride, long long head_stride, int lane) {
+  const int head = lane / 4 < task.heads ? lane / 4 : task.heads - 1;
+  q += task.q_row * row_stride + (task.first_head + head) * head_stride + lane % 4 * 2;
+#pragma unroll
+  for (int d = 0; d < kHeadDim / 16; ++d) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      fragments[d][half] = *reinterpret_cast<const unsigned*>(q + 16 * d + 8 * half);
+    }
+  }
+}
+
 // The maps are tensor_map.of_ends; pages are so many rows apart (tensor_map.page_rows).
 #if TMA
 #define MAPS                                                                                  \
@@ -129,8 +145,7 @@ struct HeadPair {
 #define MAPS
 #endif
 
-// work: [sequences, splits, heads, kHeadDim] and then [sequences, splits, heads, 5]; `out` is not
-// written if it is there.
+// work: SplitParts; `out` is not written if it is there.
 extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
     KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long splits_arg,
                 double scale_arg, double scale_log2_arg MAPS) {
@@ -150,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(shared_address(memory) + kBarriers + stage * 8, Keys::kBoxes);
     }
-    fence_for_wgmma();
+    fence_async_proxy();
     prefetch_tensor_map(&k_map);
     prefetch_tensor_map(&v_map);
   }
@@ -292,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
       unsigned thread = threadIdx.x;
       asm volatile("" : "+r"(thread));  // so that nothing of this is done before the first copies
       const int own = static_cast<int>(thread % 32);
-      task.load_query<kHeadDim>(q_fragments, q, q_row_stride, q_head_stride, own);
+      load_query(q_fragments, task, q, q_row_stride, q_head_stride, own);
       k_begin = warp * Tile::kStepBytes + Tile::offset(own % 16, own / 16);
 #pragma unroll
       for (int i = 0; i < kWarpColumnTiles; ++i) {
@@ -386,21 +401,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
   // --- the end -----------------------------------------------------------------------------------
   const int own_head = lane / 4;
   if (!whole) {
-    const long long part = static_cast<long long>(task.sequence) * splits_arg + task.split;
-    float* parts = work + (part * task.all_heads + task.first_head) * kHeadDim;
+    const SplitParts<kHeadDim> parts = {work, sequences_arg, splits_arg, task.all_heads};
+    float* columns = parts.columns(task.sequence, task.split, task.first_head);
 #pragma unroll
     for (int i = 0; i < kWarpColumnTiles; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int head = 2 * c + e % 2;
         const int column = (warp * kWarpColumnTiles + i) * 16 + g + e / 2 * 8;
-        if (head < task.heads && column < kHeadDim) parts[head * kHeadDim + column] = acc[i][e];
+        if (head < task.heads && column < kHeadDim) columns[head * kHeadDim + column] = acc[i][e];
       }
     }
     const float largest = max.of_own_head(lane);
     if (warp == kSummingWarp && own_head < task.heads) {
-      float* stats = work + sequences_arg * splits_arg * task.all_heads * kHeadDim +
-                     (part * task.all_heads + task.first_head + own_head) * 5;
+      float* stats = parts.stats(task.sequence, task.split, task.first_head + own_head);
       stats[1 + c] = sum;
       if (c == 0) stats[0] = largest;
     }

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rlbench.kernels.attention.request import Request
     from rlbench.kernels.attention.tensor_map import TensorMap
 
-_K, _V = 1, 2  # among the pointers
 _TILE_KEYS = 16
 _KEY_WARPS = 8
 _KEY_RING = 8192  # bytes of a key warp
@@ -27,7 +26,7 @@ RANKS = (4, 2)
 """Thread blocks that may share a split, the most first. It does not change the bits."""
 _SMS_OF_UNIT = 4
 """SMs for each split of each sequence under each KV head, from which on clusters are faster than
-the streaming kernel (measured on an H200)."""
+the streaming kernel (measured on an H200, before either had TMA)."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +93,10 @@ def variant_for(request: Request) -> Variant | None:
     none, or the call is no decode step. The bits are the same whoever serves it."""
     if request.max_seqlen_q != 1 or request.decode_units * _SMS_OF_UNIT > sms(request.device):
         return None
-    if not tensor_map.are_on():
-        return None
     for ranks in RANKS:
         variant = Variant(*request.build, ranks)
-        if fits(variant, request.device, _CAPABILITIES) and request.decode_units <= _room(
-            variant, request.device
-        ):
+        possible = maps_of(request, variant) and fits(variant, request.device, _CAPABILITIES)
+        if possible and request.decode_units <= _room(variant, request.device):
             return variant
     return None
 
@@ -121,24 +117,23 @@ def plan_of(request: Request, variant: Variant) -> Plan:
     """What a decode step launches with that build, which can take it."""
     from cuda.core import LaunchConfig
 
-    maps = maps_of(request, variant)
-    assert maps
     config = LaunchConfig(
         grid=request.decode_units * variant.ranks,  # the source has the cluster's size
         block=variant.threads,
         shmem_size=variant.shared_bytes,
     )
     kernel = kernel_of(variant, request.device)
-    parts = Launch(config, kernel, combine.numbers(request), maps)
+    parts = Launch(config, kernel, combine.numbers(request), maps_of(request, variant))
     one = request.splits == 1
     return Plan(request.device, (parts,), 0) if one else combine.after(request, parts)
 
 
 def maps_of(request: Request, variant: Variant) -> tuple[TensorMap, ...]:
     """What the kernel takes after everything else; nothing where it cannot take the call."""
-    k = tensor_map.of_tiles(_K, request.k, _TILE_KEYS, variant.unit_dims)
-    v = tensor_map.of_tiles(_V, request.v, _TILE_KEYS, variant.columns)
-    return () if k is None or v is None else (k, v)
+    return tensor_map.usable(
+        tensor_map.of_tiles(tensor_map.K, request.k, _TILE_KEYS, variant.unit_dims),
+        tensor_map.of_tiles(tensor_map.V, request.v, _TILE_KEYS, variant.columns),
+    )
 
 
 @functools.cache

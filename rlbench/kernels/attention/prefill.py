@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rlbench.kernels.attention.request import Request
     from rlbench.kernels.attention.tensor_map import TensorMap
 
-_K, _V = 1, 2  # among the pointers
 _NARROW = 64  # head dim
 _STAGES = 2  # of K and of V
 _CAPABILITIES = range(9, 10)  # wgmma
@@ -97,7 +96,7 @@ def serves(request: Request) -> bool:
 
 def plan(request: Request) -> Plan:
     """What the request launches. The device is the current one."""
-    maps = maps_of(request) if tensor_map.are_on() else ()
+    maps = maps_of(request)
     build = Variant(*request.build, tma=bool(maps))
     # Tiles are dealt out in turns, which is fair where all sequences are equally long; where they
     # are not, the GPU deals them out as blocks become free.
@@ -109,5 +108,6 @@ def maps_of(request: Request) -> tuple[TensorMap, ...]:
     """What the build with TMA takes after everything else; nothing where it cannot take the call."""
     if request.block_table is not None:
         return ()
-    k, v = tensor_map.of_keys(_K, request.k), tensor_map.of_keys(_V, request.v)
-    return () if k is None or v is None else (k, v)
+    return tensor_map.usable(
+        tensor_map.of_keys(tensor_map.K, request.k), tensor_map.of_keys(tensor_map.V, request.v)
+    )

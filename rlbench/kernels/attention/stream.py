@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rlbench.kernels.attention.request import Request
     from rlbench.kernels.attention.tensor_map import TensorMap
 
-_K, _V = 1, 2  # among the pointers
 _CAPABILITIES = range(9, 12)  # from 12 on shared memory is too small
 _FULL = 0.9
 """Of the GPU's room for thread blocks that whole sequences have to fill, else they are split."""
@@ -86,12 +85,11 @@ def serves(request: Request) -> bool:
 def _build_of(request: Request) -> tuple[Variant, tuple[TensorMap, ...]]:
     """The build that takes the call, and the maps that it takes."""
     variant = Variant(*request.build)
-    if tensor_map.are_on():
-        k = tensor_map.of_ends(_K, request.k, variant.box_keys)
-        v = tensor_map.of_ends(_V, request.v, variant.box_keys)
-        if k is not None and v is not None:
-            return replace(variant, tma=True), (k, v)
-    return variant, ()
+    maps = tensor_map.usable(
+        tensor_map.of_ends(tensor_map.K, request.k, variant.box_keys),
+        tensor_map.of_ends(tensor_map.V, request.v, variant.box_keys),
+    )
+    return replace(variant, tma=bool(maps)), maps
 
 
 def _reaches(tensor: Tensor) -> bool:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SWITCH = "RLBENCH_ATTENTION_TMA"
 """Environment variable: 0 has all keys copied by cp.async, with the same bits."""
+K, V = 1, 2  # among a launch's pointers
 BYTES = 128  # of an encoded map
 _ALIGNMENT = 128  # the driver asks for 64, its header for 128
 _PANEL = 64  # elements of a row that lie together in shared memory: what the swizzle is for
@@ -40,6 +41,13 @@ KEPT = 4096  # encoded maps
 def are_on() -> bool:
     """Whether keys may be copied by TMA."""
     return os.environ.get(SWITCH, "1") != "0"
+
+
+def usable(*maps: TensorMap | None) -> tuple[TensorMap, ...]:
+    """What a launch takes of these maps: nothing where one of them could not be made, or TMA is
+    off."""
+    made = tuple(each for each in maps if each is not None)
+    return made if are_on() and len(made) == len(maps) else ()
 
 
 class TensorMap(NamedTuple):

@@ -1,21 +1,12 @@
 // Moving bytes between global and shared memory in 16-byte chunks.
 #pragma once
 
-namespace rlbench {
+#include "swizzle.cuh"
 
-constexpr int kChunkBytes = 16;
+namespace rlbench {
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
-// Byte offset of a 16-byte chunk in a tile whose rows are kRowBytes long, a multiple of 128. The
-// XOR spreads one chunk column of eight consecutive rows over all 32 banks, which is what ldmatrix
-// reads.
-template <int kRowBytes>
-__device__ __forceinline__ unsigned swizzled_offset(int row, int chunk) {
-  static_assert(kRowBytes % 128 == 0, "the swizzle permutes the eight chunks of 128 bytes");
-  return static_cast<unsigned>(row * kRowBytes + ((chunk ^ (row & 7)) * kChunkBytes));
 }
 
 // Starts copying one chunk to shared memory. An absent chunk is written as zeros and its source is
@@ -44,13 +35,6 @@ __device__ __forceinline__ void copy_async_if(bool wanted, unsigned shared, cons
       "}" ::"r"(shared),
       "l"(global), "r"(source_bytes), "r"(static_cast<int>(wanted))
       : "memory");
-}
-
-// Starts bringing so many bytes into the L2 (sm_90 and newer).
-template <int kBytes>
-__device__ __forceinline__ void prefetch_to_l2(const void* global) {
-  static_assert(kBytes % kChunkBytes == 0, "whole chunks");
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "n"(kBytes) : "memory");
 }
 
 // Closes a group of copies: those that this thread started since the last group.

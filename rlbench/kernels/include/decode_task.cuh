@@ -1,4 +1,5 @@
-// What the kernels for one query a sequence have in common: a thread block's task, and its query.
+// What the kernels for one query a sequence have in common: a thread block's task, and what it
+// leaves of a split.
 #pragma once
 
 #include "numeric.cuh"
@@ -36,34 +37,28 @@ struct DecodeTask {
     k_begin = kPaged ? 0 : lengths_k[sequence];
     k_length = kPaged ? lengths_k[sequence] : lengths_k[sequence + 1] - k_begin;
   }
-
-  // The query's fragments of B, one for each k16 step. A head that there is not gets the last one's:
-  // nobody asks for its results.
-  template <int kHeadDim>
-  __device__ __forceinline__ void load_query(unsigned (&fragments)[kHeadDim / 16][2],
-                                             const unsigned short* q, long long row_stride,
-                                             long long head_stride, int lane) const {
-    const int head = lane / 4 < heads ? lane / 4 : heads - 1;
-    q += q_row * row_stride + (first_head + head) * head_stride + lane % 4 * 2;
-#pragma unroll
-    for (int d = 0; d < kHeadDim / 16; ++d) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        fragments[d][half] = *reinterpret_cast<const unsigned*>(q + 16 * d + 8 * half);
-      }
-    }
-  }
 };
 
-// The largest score of 16 keys, of which this lane has two, for one head; in all of its lanes.
-__device__ __forceinline__ float largest_of_keys(float score, float eight_keys_on) {
-  float largest = fmaxf(score, eight_keys_on);
-#pragma unroll
-  for (int other = 4; other < 32; other *= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, other));
+// What a decode kernel leaves of each split of each row for attention_combine.cu, in `work`: O, and
+// behind all of those what its weights are relative to and four sums of them, one for each quad lane.
+constexpr int kStats = 5;
+template <int kHeadDim>
+struct SplitParts {
+  float* work;
+  long long sequences, splits, heads;
+
+  __device__ __forceinline__ long long index(unsigned sequence, unsigned split,
+                                             unsigned head) const {
+    return (sequence * splits + split) * heads + head;
   }
-  return largest;
-}
+  __device__ __forceinline__ float* columns(unsigned sequence, unsigned split,
+                                            unsigned head) const {
+    return work + index(sequence, split, head) * kHeadDim;
+  }
+  __device__ __forceinline__ float* stats(unsigned sequence, unsigned split, unsigned head) const {
+    return work + sequences * splits * heads * kHeadDim + index(sequence, split, head) * kStats;
+  }
+};
 
 __device__ __forceinline__ float& shared_float(unsigned char* memory, int begin, int index) {
   return reinterpret_cast<float*>(memory + begin)[index];

@@ -5,12 +5,9 @@
 // b, c).
 #pragma once
 
-namespace rlbench {
+#include "constants.cuh"
 
-constexpr unsigned kFullWarp = 0xffffffffu;
-constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
-constexpr float kNan = __builtin_bit_cast(float, 0x7fffffffu);
-constexpr float kLn2 = 0.693147180559945309f;
+namespace rlbench {
 
 // The two storage types. A value lives in memory as 16 raw bits; pack() rounds two floats to
 // nearest even and puts the first into the lower half, which is the lower address and the lower k

@@ -6,50 +6,6 @@
 
 namespace rlbench {
 
-// At the end of a split: merges what waits into the row's part, or starts with it (first); then the
-// result waits, and the next split starts afresh, unless this was the last one.
-// work: kThreads * (kDimTiles + 1) float4s for each thread block; `thread` counts those with rows.
-template <int kThreads, int kDimTiles>
-__device__ __forceinline__ void merge_split(float* work, unsigned thread, SoftmaxRows& softmax,
-                                            float (&acc)[kDimTiles][4], float scale_log2,
-                                            bool first, bool last) {
-  constexpr int kWaiting = kDimTiles + 1;
-  // A thread's own, 32 lanes side by side.
-  float4* waiting = reinterpret_cast<float4*>(work) +
-                    (static_cast<long long>(blockIdx.x) * kThreads + thread / 32 * 32) * kWaiting +
-                    thread % 32;
-  if (!first) {
-    const float4 rows = waiting[kDimTiles * 32];  // max and sum of both rows
-    const MergeScales upper(rows.x, softmax.max[0], scale_log2);
-    const MergeScales lower(rows.y, softmax.max[1], scale_log2);
-    softmax.max[0] = upper.max;
-    softmax.max[1] = lower.max;
-    softmax.sum[0] = upper(rows.z, softmax.sum[0]);
-    softmax.sum[1] = lower(rows.w, softmax.sum[1]);
-#pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) {
-      const float4 old = waiting[n * 32];
-      acc[n][0] = upper(old.x, acc[n][0]);
-      acc[n][1] = upper(old.y, acc[n][1]);
-      acc[n][2] = lower(old.z, acc[n][2]);
-      acc[n][3] = lower(old.w, acc[n][3]);
-    }
-  }
-  if (!last) {
-    waiting[kDimTiles * 32] =
-        make_float4(softmax.max[0], softmax.max[1], softmax.sum[0], softmax.sum[1]);
-#pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) {
-      waiting[n * 32] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc[n][e] = 0.0f;
-    }
-    softmax = SoftmaxRows();
-  }
-}
-
-// The same in parts, for who has other places to wait in.
-
 // A thread's part of O, 32 lanes side by side, in memory for kDimTiles * 32 float4s a warp.
 template <int kDimTiles>
 __device__ __forceinline__ void leave(float4* waiting, const float (&acc)[kDimTiles][4]) {
@@ -61,7 +17,7 @@ __device__ __forceinline__ void leave(float4* waiting, const float (&acc)[kDimTi
 
 // Merges what waits, whose maxima and sums are `rows`, into what came after it.
 template <int kDimTiles>
-__device__ __forceinline__ void meet(const float4* waiting, const float4& rows,
+__device__ __forceinline__ void meet(const float4* waiting, float4 rows,
                                      SoftmaxRows& softmax, float (&acc)[kDimTiles][4],
                                      float scale_log2) {
   const MergeScales upper(rows.x, softmax.max[0], scale_log2);
@@ -83,6 +39,31 @@ __device__ __forceinline__ void meet(const float4* waiting, const float4& rows,
 // The maxima and sums of both of a thread's rows.
 __device__ __forceinline__ float4 both_of(const SoftmaxRows& softmax) {
   return make_float4(softmax.max[0], softmax.max[1], softmax.sum[0], softmax.sum[1]);
+}
+
+// At the end of a split: merges what waits into the row's part, or starts with it (first); then the
+// result waits, and the next split starts afresh, unless this was the last one.
+// work: kThreads * (kDimTiles + 1) float4s for each thread block; `thread` counts those with rows.
+template <int kThreads, int kDimTiles>
+__device__ __forceinline__ void merge_split(float* work, unsigned thread, SoftmaxRows& softmax,
+                                            float (&acc)[kDimTiles][4], float scale_log2,
+                                            bool first, bool last) {
+  constexpr int kWaiting = kDimTiles + 1;
+  // A thread's own, 32 lanes side by side.
+  float4* waiting = reinterpret_cast<float4*>(work) +
+                    (static_cast<long long>(blockIdx.x) * kThreads + thread / 32 * 32) * kWaiting +
+                    thread % 32;
+  if (!first) meet(waiting, waiting[kDimTiles * 32], softmax, acc, scale_log2);
+  if (!last) {
+    waiting[kDimTiles * 32] = both_of(softmax);
+    leave(waiting, acc);
+#pragma unroll
+    for (int n = 0; n < kDimTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[n][e] = 0.0f;
+    }
+    softmax = SoftmaxRows();
+  }
 }
 
 }  // namespace rlbench

@@ -60,6 +60,12 @@ class Problem:
     packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """q, k and v without gaps, for the reference."""
 
+    def poisoned(self, begin: int, end: int | None = None) -> Problem:
+        """The same with infinity and NaN for these packed keys and values."""
+        k, v = self.request.k.clone(), self.request.v.clone()
+        k[begin:end], v[begin:end] = math.inf, NAN
+        return replace(self, request=replace(self.request, k=k, v=v))
+
     def promised(self, splits: int) -> Problem:
         """The same, told that no sequence has keys in more splits."""
         return replace(self, request=replace(self.request, splits=splits))

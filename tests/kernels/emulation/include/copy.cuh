@@ -2,20 +2,13 @@
 #pragma once
 
 #include "emulator.h"
+#include "swizzle.cuh"
 
 namespace rlbench {
-
-constexpr int kChunkBytes = 16;
 
 inline unsigned shared_address(const void* pointer) {
   const auto* byte = static_cast<const unsigned char*>(pointer);
   return emulator::kSharedBegin + static_cast<unsigned>(byte - emulator::running->shared);
-}
-
-template <int kRowBytes>
-unsigned swizzled_offset(int row, int chunk) {
-  static_assert(kRowBytes % 128 == 0, "the swizzle permutes the eight chunks of 128 bytes");
-  return static_cast<unsigned>(row * kRowBytes + ((chunk ^ (row & 7)) * kChunkBytes));
 }
 
 inline void copy_async(unsigned shared, const void* global, bool present) {
@@ -27,11 +20,6 @@ inline void copy_async(unsigned shared, const void* global) {
 
 inline void copy_async_if(bool wanted, unsigned shared, const void* global, bool present) {
   if (wanted) emulator::start_copy(shared, global, present);
-}
-
-template <int kBytes>
-void prefetch_to_l2(const void* global) {
-  emulator::check_global(global, kBytes);
 }
 
 inline void copy_async_commit() { emulator::commit_copies(); }

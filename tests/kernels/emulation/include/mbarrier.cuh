@@ -30,7 +30,7 @@ inline void named_barrier_arrive(int id, int threads) {
   emulator::named_arrive(id, static_cast<unsigned>(threads));
 }
 
-inline void fence_for_wgmma() {}
+inline void fence_async_proxy() {}
 
 template <int kRegisters>
 void take_registers() {}

@@ -2,12 +2,9 @@
 // instructions by the C library. The kernels' bits are compared with one another, not with a GPU's.
 #pragma once
 
-namespace rlbench {
+#include "constants.cuh"
 
-constexpr unsigned kFullWarp = 0xffffffffu;
-constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
-constexpr float kNan = __builtin_bit_cast(float, 0x7fffffffu);
-constexpr float kLn2 = 0.693147180559945309f;
+namespace rlbench {
 
 struct Bf16 {
   static float value(unsigned half) { return __builtin_bit_cast(float, half << 16); }
