@@ -8,20 +8,23 @@
 //   1. Scores. A score is a sum over the head dim and depends on no other key, so the ranks share
 //      the split's keys, 16 at a time. Keys are the rows of the tensor core's tile and the heads of
 //      a KV group its 8 columns, which is S transposed: the same products in the same order. Every
-//      score goes to all ranks, and that is all that they tell each other.
-//   2. Weights. Each rank makes those of all keys: the largest score of each block, what the block's
-//      weights are relative to, the weights, and their sums by pairs.
+//      rank learns the largest score of each 16 keys.
+//   2. Weights. From those it finds what each block's weights are relative to, makes the weights of
+//      its own keys, and sends them to all ranks, and their sums by pairs to who adds them up.
 //   3. Values. A column of the output depends on no other column, so each rank takes kColumns of
-//      them and walks over all keys of the split, ascending. The first of V have been on their way
-//      to shared memory since the beginning, the rest to the L2 since the last of K were asked for:
-//      memory goes on working while the ranks talk to each other.
+//      them and walks over all keys of the split, ascending, as their weights come in.
 //
 // The splits' parts are merged by attention_combine.cu, unless there is only one split.
 //
-// Schedule: kKeyWarps warps do 1, each with a ring of its own for 16 keys x up to 128 dims; one value
-// warp for every 16 columns does 3, out of one ring for 32 keys that a warp of its own keeps full;
-// all do 2. K and V come by TMA: what a warp does for a key is little more than its products, which
-// is what a sequence waits for. Loops are rolled up: between other layers' kernels the code comes
+// Schedule: kKeyWarps warps do 1 and 2, each with a ring of its own for 16 keys x up to 128 dims; one
+// value warp for every 16 columns does 3, out of one ring for blocks of keys that a warp of its own
+// keeps full; one warp adds up the weights. K and V come by TMA. The first of V are asked for at the
+// beginning, by the warps that have nothing else to do, and the rest is brought to the L2 as those
+// arrive, so that memory goes on working while the ranks talk to each other.
+//
+// A sequence waits for single warps: what counts is how many instructions depend on one another.
+// Walking over V, a block of keys is the step: its fragments are loaded while the products of the
+// one before are computed. Outer loops are rolled up: between other layers' kernels the code comes
 // from memory like everything else, and nothing is as slow as instructions that are needed once.
 
 #include "cluster.cuh"
@@ -56,14 +59,19 @@ constexpr int kRanks = RANKS;
 constexpr int kColumns = kHeadDim / kRanks;      // of the output, for one rank
 constexpr int kValueWarps = kColumns / 16;
 constexpr int kKeyWarps = 8;
-constexpr int kWarps = kValueWarps + kKeyWarps + 1;
+constexpr int kWarps = kValueWarps + kKeyWarps + 2;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kLoadingWarp = kWarps - 1;         // of V
-constexpr int kSummingWarp = kWarps - 2;         // a key warp
+constexpr int kSummingWarp = kWarps - 2;
+constexpr int kLoadingWarp = kWarps - 1;         // of V, once its ring is full
+constexpr int kIssuers = kValueWarps + 2;        // warps that fill it: all but the key warps
 constexpr int kTileStep = kRanks * kKeyWarps;    // from one of a key warp's tiles to its next
-static_assert(kTiles <= 32 * kTileStep, "a lane knows the page of one of its warp's tiles");
+constexpr int kWarpTiles = (kTiles + kTileStep - 1) / kTileStep;
+static_assert(kWarpTiles <= 32, "a lane knows the page of one of its warp's tiles");
+static_assert(kBlockTiles <= 8, "eight lanes know the pages of a block's tiles");
+static_assert(kSplitBlocks < 32, "a lane knows about one of the split's blocks");
+static_assert(kKeyWarps == kHeads, "a key warp finds one head's references");
 
-// K comes in units of a tile's keys x kUnitDims; V in groups of two tiles x kColumns.
+// K comes in units of a tile's keys x kUnitDims; V in blocks of keys x kColumns.
 constexpr int kUnitDims = kHeadDim < 128 ? kHeadDim : 128;
 constexpr int kUnits = kHeadDim / kUnitDims;
 constexpr int kUnitBytes = kTileKeys * kUnitDims * 2;
@@ -71,21 +79,25 @@ constexpr int kKeyStages = 8192 / kUnitBytes;
 constexpr int kPanelColumns = kColumns < 64 ? kColumns : 64;
 constexpr int kValueRow = kPanelColumns * 2;     // bytes; also of the swizzle
 constexpr int kValueBox = kTileKeys * kColumns * 2;
-constexpr int kGroupTiles = 2;
-constexpr int kGroupBytes = kGroupTiles * kValueBox;
-constexpr int kValueStages = kGroupBytes <= 2048 ? 32 : 65536 / kGroupBytes;
+constexpr int kValueStage = kBlockTiles * kValueBox;
+constexpr int kMostStages = (kRanks == 2 ? 65536 : 81920) / kValueStage;
+constexpr int kValueStages = kMostStages < kSplitBlocks ? kMostStages : kSplitBlocks;
 
 // Shared memory, in bytes from its beginning.
 constexpr int kAlignment = 1024;                 // of where swizzles begin
+constexpr int kTileSums = kTileKeys / 2 * kHeads * 4;
 constexpr int kKeyRing = 0;
-constexpr int kValueRing = kKeyRing + kKeyWarps * kKeyStages * kUnitBytes;
-constexpr int kPairs = kValueRing + kValueStages * kGroupBytes;
-constexpr int kPairBytes = 2 * kHeads * 4;       // of two keys: scores, then weights and their sums
-constexpr int kTileMax = kPairs + kSplitKeys / 2 * kPairBytes;  // [tile][head], float
-constexpr int kQuery = kTileMax + kTiles * kHeads * 4;
+constexpr int kKeyRingBytes = kKeyWarps * kKeyStages * kUnitBytes;
+constexpr int kSums = kKeyRing;                  // [tile][lane][2], float: in the place of K
+constexpr int kValueRing = kKeyRing + kKeyRingBytes;
+constexpr int kWeights = kValueRing + kValueStages * kValueStage;     // [key][head]
+constexpr int kScores = kWeights + kSplitKeys * kHeads * 2;           // [warp][tile][2][lane][2]
+constexpr int kTileScores = kTileKeys * kHeads * 4;
+constexpr int kTileMax = kScores + kKeyWarps * kWarpTiles * kTileScores;
+constexpr int kMaxPitch = 10;                    // [tile][kMaxPitch], float: lanes in many banks
+constexpr int kQuery = kTileMax + kTiles * kMaxPitch * 4;
 constexpr int kQueryRow = kHeadDim * 2 + 16;     // so that heads are in different banks
-constexpr int kBlockMax = kQuery + kHeads * kQueryRow;          // [block][head], float
-constexpr int kRescale = kBlockMax + kSplitBlocks * kHeads * 4;
+constexpr int kRescale = kQuery + kHeads * kQueryRow;           // [block][head], float
 constexpr int kScaled = kRescale + kSplitBlocks * kHeads * 4;
 constexpr int kInverse = kScaled + kSplitBlocks * kHeads * 4;   // [head], float
 constexpr int kFinalMax = kInverse + kHeads * 4;
@@ -93,24 +105,15 @@ constexpr int kBarriers = kFinalMax + kHeads * 4;
 constexpr int kFullKeys = 0;                     // [key warp][stage]
 constexpr int kFullValues = kFullKeys + kKeyWarps * kKeyStages;
 constexpr int kEmptyValues = kFullValues + kValueStages;
-constexpr int kSent = kEmptyValues + kValueStages;
-constexpr int kBarrierCount = kSent + 1;
+constexpr int kSaid = kEmptyValues + kValueStages;              // all largest scores are there
+constexpr int kWeighed = kSaid + 1;                             // [block]
+constexpr int kBarrierCount = kWeighed + kSplitBlocks;
 constexpr int kSharedBytes = kBarriers + kBarrierCount * 8 + kAlignment;
 
 static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
 static_assert(kColumns % 16 == 0, "ranks share columns evenly");
-static_assert(kBarrierCount <= kThreads, "a thread initializes one barrier");
+static_assert(kTiles * kTileSums <= kKeyRingBytes, "sums have room in the place of K");
 static_assert(kHeads * kHeadDim / 8 <= 32 * kKeyWarps, "one chunk of Q for a lane");
-
-// Where the weights of a pair of keys are, [key][head], and their sums, [head] (float). Which of them
-// comes first alternates, so that ldmatrix finds the weights of 8 keys in different banks; it is the
-// same for a pair that is a multiple of four pairs on.
-__device__ __forceinline__ int weights_of(int pair) {
-  return kPairs + pair * kPairBytes + pair / 2 % 2 * (kPairBytes / 2);
-}
-__device__ __forceinline__ int sums_of(int pair) {
-  return kPairs + pair * kPairBytes + (1 - pair / 2 % 2) * (kPairBytes / 2);
-}
 
 // Where a chunk of this warp's columns of V is in a box.
 __device__ __forceinline__ unsigned value_offset(int warp, int row, int chunk) {
@@ -120,20 +123,8 @@ __device__ __forceinline__ unsigned value_offset(int warp, int row, int chunk) {
   return static_cast<unsigned>((panel * kTileKeys + row) * kValueRow + swizzled * kChunkBytes);
 }
 
-// The weight of a score, relative to what has been scaled already.
-__device__ __forceinline__ float weight(float score, float scale_log2, float scaled, bool present) {
-  const float exponential = exp2_approx(__fmaf_rn(score, scale_log2, -scaled));
-  return present ? exponential : 0.0f;
-}
-
-// The largest score of 16 keys, of which this lane has two, for one head; in all of its lanes.
-__device__ __forceinline__ float largest_of_keys(float score, float eight_keys_on) {
-  float largest = fmaxf(score, eight_keys_on);
-#pragma unroll
-  for (int other = 4; other < 32; other *= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, other));
-  }
-  return largest;
+__device__ __forceinline__ float2& shared_pair(unsigned char* memory, int begin, int index) {
+  return reinterpret_cast<float2*>(memory + begin)[index];
 }
 
 // Where the tiles of a split are: what maps of tiles (tensor_map.py) call rows and pages.
@@ -144,6 +135,25 @@ struct Place {
   __device__ __forceinline__ Place of_lane(int lane) const {
     return {__shfl_sync(kFullWarp, row, lane), __shfl_sync(kFullWarp, page, lane)};
   }
+};
+
+// The largest scores of 16 keys, of which this lane has two, for its two heads; in all of its lanes.
+__device__ __forceinline__ float2 largest_of_keys(const float (&scores)[4], int g) {
+  // Lanes whose g is even go on with head 2c, the others with head 2c + 1.
+  const bool even = g % 2 == 0;
+  const float first = fmaxf(scores[0], scores[2]), second = fmaxf(scores[1], scores[3]);
+  float largest =
+      fmaxf(even ? first : second, __shfl_xor_sync(kFullWarp, even ? second : first, 4));
+  largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 8));
+  largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 16));
+  const float other = __shfl_xor_sync(kFullWarp, largest, 4);
+  return even ? make_float2(largest, other) : make_float2(other, largest);
+}
+
+// What a value warp's products of a block take.
+struct Fragments {
+  unsigned v[kBlockTiles][4];
+  unsigned weights[(kBlockTiles + 1) / 2][4];  // of two tiles each
 };
 
 // work: SplitParts; `out` is not written if it is there.
@@ -166,31 +176,32 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   const DecodeTask<kPaged> task(blockIdx.x / kRanks, static_cast<unsigned>(sequences_arg),
                                 static_cast<unsigned>(kv_heads_arg),
                                 static_cast<unsigned>(group_arg), cu_seqlens_q, lengths_k);
-  if (!task.has_query) return;
+  const auto barrier = [&](int which) { return base + kBarriers + which * 8; };
+#pragma unroll 1
+  for (int which = warp; which < kBarrierCount; which += kWarps) {
+    const bool is_empty_values = which >= kEmptyValues && which < kSaid;
+    if (is_elected()) mbarrier_init(barrier(which), is_empty_values ? kValueWarps : 1);
+  }
+  if (warp == kLoadingWarp && is_elected()) {
+    prefetch_tensor_map(&k_map);
+    prefetch_tensor_map(&v_map);
+  }
+  fence_async_proxy();  // for TMA to see the barriers
+  __syncthreads();
+  cluster_begin();
+
   const int split_begin = static_cast<int>(task.split) * kSplitKeys;
-  if (task.split > 0 && split_begin >= task.k_length) return;
+  // Not one after the other: the second's loads would wait for the first's.
+  if (!task.has_query | (task.split > 0 & split_begin >= task.k_length)) return;
+  let_next_grid_start();  // it waits for this one by itself
   const int left = task.k_length - split_begin;
   const int count = left < 0 ? 0 : left < kSplitKeys ? left : kSplitKeys;
-  const int blocks = (count + kBlockKeys - 1) / kBlockKeys;
   const int tiles = (count + kTileKeys - 1) / kTileKeys;
-  const int groups = (tiles + kGroupTiles - 1) / kGroupTiles;
+  const int blocks = (tiles + kBlockTiles - 1) / kBlockTiles;
   const int kv_head = static_cast<int>(task.kv_head);
-
-  const auto barrier = [&](int which) { return base + kBarriers + which * 8; };
-  const unsigned sent = barrier(kSent);
-  if (thread < kBarrierCount) {
-    const bool is_empty_values = thread >= kEmptyValues && thread < kSent;
-    mbarrier_init(barrier(thread), is_empty_values ? kValueWarps : 1);
-    fence_async_proxy();  // for TMA to see them
-  }
-  __syncthreads();
-  if (thread == 0) {
-    mbarrier_arrive_expecting(sent, static_cast<unsigned>(tiles * (kTileKeys + 1) * kHeads * 4));
-  }
-  __syncwarp();
-  cluster_begin();
-  let_next_grid_start();  // it waits for this one by itself
   const float scale_log2 = static_cast<float>(scale_log2_arg);
+  // Who adds up the weights: with only one split every rank needs their sum.
+  const int sums = work == nullptr ? kRanks : 1;
   const auto find = [&](int tile) {
     const int key = tile * kTileKeys;
     if constexpr (kPaged) {
@@ -203,46 +214,94 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     return Place{task.k_begin + split_begin + key, 0};
   };
 
-  // --- 3, begun: the loading warp asks for groups of V -------------------------------------------
-  const bool is_value_warp = warp < kValueWarps;
+  // Of blocks of V: eight lanes know the places of one's tiles.
   const int first_column = rank * kColumns;
   const int panel = first_column / 64;
-  Place places = {0, 0};  // of 32 tiles, one a lane: in the loading warp of those around the present
-  const auto load_values = [&](int group) {
-    if (group % (32 / kGroupTiles) == 0) places = find(group * kGroupTiles + lane);
-    const int first = group * kGroupTiles;
-    const unsigned full = barrier(kFullValues + group % kValueStages);
-    const unsigned stage = base + kValueRing + group % kValueStages * kGroupBytes;
-    const int there = tiles - first < kGroupTiles ? tiles - first : kGroupTiles;
-    if (lane == 0) mbarrier_arrive_expecting(full, static_cast<unsigned>(there * kValueBox));
+  const auto load_values = [&](int block, int stage, const Place& places, int first_lane) {
+    const unsigned full = barrier(kFullValues + stage);
+    const unsigned to = base + kValueRing + stage * kValueStage;
+    const int there = tiles - block * kBlockTiles;
+    Place place[kBlockTiles];
 #pragma unroll
-    for (int t = 0; t < kGroupTiles; ++t) {
-      const Place place = places.of_lane((first + t) % 32);
-      if (lane == 0 && t < there) {
-        copy_box(stage + t * kValueBox, &v_map, full, first_column % 64, place.row, panel, kv_head,
-                 place.page);
+    for (int t = 0; t < kBlockTiles; ++t) place[t] = places.of_lane(first_lane + t);
+    if (is_elected()) {
+      mbarrier_arrive_expecting(
+          full, static_cast<unsigned>((there < kBlockTiles ? there : kBlockTiles) * kValueBox));
+#pragma unroll
+      for (int t = 0; t < kBlockTiles; ++t) {
+        if (t < there) {
+          copy_box(to + t * kValueBox, &v_map, full, first_column % 64, place[t].row, panel,
+                   kv_head, place[t].page);
+        }
       }
     }
     __syncwarp();
   };
-  if (warp == kLoadingWarp) {
+  const auto prefetch_values = [&](int block, const Place& places, int first_lane) {
 #pragma unroll 1
-    for (int group = 0; group < kValueStages && group < groups; ++group) load_values(group);
-  }
+    for (int t = 0; t < kBlockTiles && block * kBlockTiles + t < tiles; ++t) {
+      const Place place = places.of_lane(first_lane + t);
+      if (is_elected()) {
+        prefetch_box(&v_map, first_column % 64, place.row, panel, kv_head, place.page);
+      }
+    }
+    __syncwarp();
+  };
 
-  if (is_value_warp || warp == kLoadingWarp) {
+  const bool is_value_warp = warp < kValueWarps;
+  const int key_warp = warp - kValueWarps;
+  const bool is_key_warp = !is_value_warp && key_warp < kKeyWarps;
+  const int first_tile = rank + kRanks * key_warp;  // a key warp's; then every kTileStep-th
+  const int own_tiles = tiles > first_tile ? (tiles - first_tile + kTileStep - 1) / kTileStep : 0;
+  const int own_scores = kScores + key_warp * kWarpTiles * kTileScores;
+  if (!is_key_warp) {
+    // --- the beginning of 3: V ---------------------------------------------------------------------
+    if (warp == kSummingWarp) {
+      // What the barriers that other ranks write to wait for.
+      const int there = tiles - lane * kBlockTiles;
+      const int bytes = kTileKeys * kHeads * 2 + (rank < sums ? kTileSums : 0);
+      if (there > 0) {
+        mbarrier_arrive_expecting(
+            barrier(kWeighed + lane),
+            static_cast<unsigned>((there < kBlockTiles ? there : kBlockTiles) * bytes));
+      }
+      if (lane == 0) mbarrier_arrive_expecting(barrier(kSaid), tiles * kHeads * 4);
+    }
+    const int issuer = is_value_warp ? warp : warp - kKeyWarps;
+    Place places = {0, 0};
+#pragma unroll 1
+    for (int n = 0; issuer + n * kIssuers < blocks; ++n) {
+      const int block = issuer + n * kIssuers;
+      if (n % 4 == 0) {
+        places = find((block + lane / 8 * kIssuers) * kBlockTiles + lane % 8);
+      }
+      if (block < kValueStages) {
+        load_values(block, block, places, n % 4 * 8);
+      } else {
+        // In pace with what arrives, since K is needed first.
+        mbarrier_wait(barrier(kFullValues + block % kValueStages), 0);
+        prefetch_values(block, places, n % 4 * 8);
+      }
+    }
     cluster_wait_for_others();
   } else {
     // --- 1: scores -------------------------------------------------------------------------------
-    // A warp's tiles are first_tile, first_tile + kTileStep, ...; lane i knows where the i-th is.
-    const int key_warp = warp - kValueWarps;
-    const int first_tile = rank + kRanks * key_warp;
-    const int units =
-        tiles > first_tile ? (tiles - first_tile + kTileStep - 1) / kTileStep * kUnits : 0;
-    places = find(first_tile + lane * kTileStep);
-    // And which tiles of V this warp brings to the L2: those beyond the ring, one in kKeyWarps.
-    const int ahead_tile = kValueStages * kGroupTiles + key_warp + kKeyWarps * lane;
-    const Place ahead = find(ahead_tile);
+    const Place places = find(first_tile + lane * kTileStep);  // lane i: of the i-th tile
+    const unsigned ring = base + kKeyRing + key_warp * kKeyStages * kUnitBytes;
+    const int full = kFullKeys + key_warp * kKeyStages;
+    const auto load_keys = [&](int n) {
+      if (n >= own_tiles * kUnits) return;
+      const Place place = places.of_lane(n / kUnits);
+      if (is_elected()) {
+        const unsigned there = barrier(full + n % kKeyStages);
+        mbarrier_arrive_expecting(there, kUnitBytes);
+        copy_box(ring + n % kKeyStages * kUnitBytes, &k_map, there, 0, place.row,
+                 n % kUnits * (kUnitDims / 64), kv_head, place.page);
+      }
+      __syncwarp();
+    };
+#pragma unroll 1
+    for (int n = 0; n < kKeyStages; ++n) load_keys(n);
     constexpr int kChunks = kHeadDim / 8;
     const int head = (key_warp * 32 + lane) / kChunks;  // whose chunk of Q this lane copies
     if (head < kHeads) {
@@ -253,21 +312,15 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
                  row + lane % kChunks * 8, present);
     }
     copy_async_commit();
-    const unsigned ring = base + kKeyRing + key_warp * kKeyStages * kUnitBytes;
-    const int full = kFullKeys + key_warp * kKeyStages;
-    const auto load_keys = [&](int n) {
-      if (n >= units) return;
+    // What the ring has no room for, to the L2.
+#pragma unroll 1
+    for (int n = kKeyStages; n < own_tiles * kUnits; ++n) {
       const Place place = places.of_lane(n / kUnits);
-      if (lane == 0) {
-        const unsigned there = barrier(full + n % kKeyStages);
-        mbarrier_arrive_expecting(there, kUnitBytes);
-        copy_box(ring + n % kKeyStages * kUnitBytes, &k_map, there, 0, place.row,
-                 n % kUnits * (kUnitDims / 64), kv_head, place.page);
+      if (is_elected()) {
+        prefetch_box(&k_map, 0, place.row, n % kUnits * (kUnitDims / 64), kv_head, place.page);
       }
       __syncwarp();
-    };
-#pragma unroll 1
-    for (int n = 0; n < kKeyStages; ++n) load_keys(n);
+    }
     copy_async_wait_all();
     named_barrier(1, 32 * kKeyWarps);  // Q is there
     unsigned query[kHeadDim / 32][4];  // B of two k16 steps each
@@ -278,149 +331,214 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     cluster_wait_for_others();
 
 #pragma unroll 1
-    for (int n = 0; n < units; n += kUnits) {
+    for (int n = 0; n < own_tiles; ++n) {
       float scores[4] = {};  // [keys g, g + 8][heads 2c, 2c + 1]
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit) {
-        const int stage = (n + unit) % kKeyStages;
-        mbarrier_wait(barrier(full + stage), static_cast<unsigned>((n + unit) / kKeyStages % 2));
+        const int number = n * kUnits + unit;
+        const int stage = number % kKeyStages;
+        mbarrier_wait(barrier(full + stage), static_cast<unsigned>(number / kKeyStages % 2));
+        unsigned a[kUnitDims / 16][4];
 #pragma unroll
         for (int d = 0; d < kUnitDims / 16; ++d) {
-          unsigned a[4];
-          load_matrices(a, ring + stage * kUnitBytes + d / 4 * (kTileKeys * 128) +
-                               swizzled_offset<128>(lane % 16, d % 4 * 2 + lane / 16));
-          const unsigned(&b)[4] = query[(unit * kUnitDims + d * 16) / 32];
-          mma_m16n8k16<Element>(scores, a, b[d % 2 * 2], b[d % 2 * 2 + 1]);
+          load_matrices(a[d], ring + stage * kUnitBytes + d / 4 * (kTileKeys * 128) +
+                                  swizzled_offset<128>(lane % 16, d % 4 * 2 + lane / 16));
         }
         __syncwarp();
-        load_keys(n + unit + kKeyStages);
+        load_keys(number + kKeyStages);
+#pragma unroll
+        for (int d = 0; d < kUnitDims / 16; ++d) {
+          const unsigned(&b)[4] = query[(unit * kUnitDims + d * 16) / 32];
+          mma_m16n8k16<Element>(scores, a[d], b[d % 2 * 2], b[d % 2 * 2 + 1]);
+        }
       }
-      const int tile = first_tile + n / kUnits * kTileStep;
-      float largest[2];
+      const int tile = first_tile + n * kTileStep;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if (tile * kTileKeys + g + e / 2 * 8 >= count) scores[e] = -kInfinity;
       }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) largest[h] = largest_of_keys(scores[h], scores[h + 2]);
-      const unsigned there = base + kPairs + (tile * kTileKeys + g) * (kHeads * 4) + c * 8;
-      const unsigned there_max = base + kTileMax + tile * (kHeads * 4) + c * 8;
-#pragma unroll 1
-      for (unsigned r = 0; r < kRanks; ++r) {
-        const unsigned remote = shared_of(there, r), its = shared_of(sent, r);
-        send_remote(remote, scores[0], scores[1], its);
-        send_remote(remote + 8 * kHeads * 4, scores[2], scores[3], its);
-        if (g == 0) send_remote(shared_of(there_max, r), largest[0], largest[1], its);
+      // For the same lane.
+      shared_pair(memory, own_scores, n * 64 + lane) = make_float2(scores[0], scores[1]);
+      shared_pair(memory, own_scores, n * 64 + 32 + lane) = make_float2(scores[2], scores[3]);
+      const float2 largest = largest_of_keys(scores, g);
+      if (g < kRanks) {  // each lane to one rank
+        const unsigned to = base + kTileMax + (tile * kMaxPitch + 2 * c) * 4;
+        const unsigned its = static_cast<unsigned>(g);
+        send_remote(shared_of(to, its), largest.x, largest.y, shared_of(barrier(kSaid), its));
       }
-      const bool all_asked = n + kUnits + kKeyStages >= units;
-      if (all_asked && (n + kKeyStages < units || n == 0) && ahead_tile < tiles) {
-        // All of K is on its way since just now: the rest of V to the L2.
-        prefetch_box(&v_map, first_column % 64, ahead.row, panel, kv_head, ahead.page);
-      }
-      __syncwarp();
     }
-  }
-  mbarrier_wait_for_sent(sent, 0);
 
-  // --- 2: weights --------------------------------------------------------------------------------
-#pragma unroll 1
-  for (int item = thread; item < blocks * kHeads; item += kThreads) {
-    const int first = item / kHeads * kBlockTiles;
-    float largest = -kInfinity;
+    // --- 2: references, of one head by each warp and of one block by each lane ---------------------
+    mbarrier_wait_for_sent(barrier(kSaid), 0);
+    float next = -kInfinity;  // the largest score up to this block
 #pragma unroll
     for (int t = 0; t < kBlockTiles; ++t) {
-      if (first + t < tiles) {
-        largest = fmaxf(largest, shared_float(memory, kTileMax, (first + t) * kHeads + item % kHeads));
+      const int tile = lane * kBlockTiles + t;
+      if (tile < tiles) {
+        next = fmaxf(next, shared_float(memory, kTileMax, tile * kMaxPitch + key_warp));
       }
     }
-    shared_float(memory, kBlockMax, item) = largest;
-  }
-  if (blocks == 0 && thread < kHeads) shared_float(memory, kFinalMax, thread) = -kInfinity;
-  __syncthreads();
-#pragma unroll 1
-  for (int item = thread; item < blocks * kHeads; item += kThreads) {
-    float before = -kInfinity;
-#pragma unroll 4
-    for (int earlier = item % kHeads; earlier < item; earlier += kHeads) {
-      before = fmaxf(before, shared_float(memory, kBlockMax, earlier));
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const float earlier = __shfl_sync(kFullWarp, next, lane - step);
+      if (lane >= step) next = fmaxf(next, earlier);
     }
-    const float next = fmaxf(before, shared_float(memory, kBlockMax, item));
+    const float earlier = __shfl_sync(kFullWarp, next, lane - 1);
+    const float before = lane > 0 ? earlier : -kInfinity;
     const float reference = next == -kInfinity ? 0.0f : next;
-    shared_float(memory, kRescale, item) =
-        exp2_approx(__fmul_rn(__fsub_rn(before, reference), scale_log2));
-    shared_float(memory, kScaled, item) = __fmul_rn(reference, scale_log2);
-    if (item / kHeads == blocks - 1) shared_float(memory, kFinalMax, item % kHeads) = next;
-  }
-  __syncthreads();
-  // Two lanes replace a pair's scores, four heads each; a lane takes kAtOnce such halves at a time.
-  constexpr int kAtOnce = 2;
-#pragma unroll 1
-  for (int begin = thread; begin - lane < blocks * kBlockKeys; begin += kAtOnce * kThreads) {
-    float4 weights[kAtOnce][2];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int item = begin + j * kThreads;
-      if (item >= blocks * kBlockKeys) continue;
-      const int pair = item / 2;
-      const int heads = item % 2 * 16;  // bytes
-      const bool present = 2 * pair < tiles * kTileKeys;
-      const float4 scaled = *reinterpret_cast<const float4*>(
-          memory + kScaled + pair / (kBlockKeys / 2) * (kHeads * 4) + heads);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float4 scores = *reinterpret_cast<const float4*>(
-            memory + kPairs + pair * kPairBytes + i * (kPairBytes / 2) + heads);
-        weights[j][i] = make_float4(weight(scores.x, scale_log2, scaled.x, present),
-                                    weight(scores.y, scale_log2, scaled.y, present),
-                                    weight(scores.z, scale_log2, scaled.z, present),
-                                    weight(scores.w, scale_log2, scaled.w, present));
-      }
+    if (lane < blocks) {
+      shared_float(memory, kRescale, lane * kHeads + key_warp) =
+          exp2_approx(__fmul_rn(__fsub_rn(before, reference), scale_log2));
+      shared_float(memory, kScaled, lane * kHeads + key_warp) = __fmul_rn(reference, scale_log2);
     }
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int item = begin + j * kThreads;
-      if (item >= blocks * kBlockKeys) continue;
-      const int pair = item / 2;
-      const int heads = item % 2 * 16;
-      const float4(&w)[2] = weights[j];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        *reinterpret_cast<uint2*>(memory + weights_of(pair) + i * (kHeads * 2) + heads / 2) =
-            make_uint2(Element::pack(w[i].x, w[i].y), Element::pack(w[i].z, w[i].w));
-      }
-      *reinterpret_cast<float4*>(memory + sums_of(pair) + heads) =
-          make_float4(__fadd_rn(w[0].x, w[1].x), __fadd_rn(w[0].y, w[1].y),
-                      __fadd_rn(w[0].z, w[1].z), __fadd_rn(w[0].w, w[1].w));
-    }
+    // Absent blocks change nothing, so the last lane knows it of all.
+    if (lane == 31) shared_float(memory, kFinalMax, key_warp) = next;
   }
   __syncthreads();
 
-  if (warp == kLoadingWarp) {
-    // --- 3, continued: V that the ring had no room for -------------------------------------------
-#pragma unroll 1
-    for (int group = kValueStages; group < groups; ++group) {
-      mbarrier_wait(barrier(kEmptyValues + group % kValueStages),
-                    static_cast<unsigned>(group / kValueStages - 1) % 2);
-      load_values(group);
-    }
-  }
-
-  // --- 2, ended: one warp adds up the weights, lane 4 h + q the pairs 4 t + q of head h ------------
   const SplitParts<kHeadDim> parts = {work, sequences_arg, splits_arg, task.all_heads};
-  if (warp == kSummingWarp) {
+  float acc[4] = {};  // [columns g, g + 8][heads 2c, 2c + 1]
+  if (is_key_warp) {
+    // --- 2: weights ------------------------------------------------------------------------------
+#pragma unroll 1
+    for (int n = 0; n < own_tiles; ++n) {
+      const int tile = first_tile + n * kTileStep;
+      const int block = tile / kBlockTiles;
+      const float2 of_heads = shared_pair(memory, kScaled, block * (kHeads / 2) + c);
+      const float scaled[2] = {of_heads.x, of_heads.y};
+      const float2 low = shared_pair(memory, own_scores, n * 64 + lane);
+      const float2 high = shared_pair(memory, own_scores, n * 64 + 32 + lane);
+      const float scores[4] = {low.x, low.y, high.x, high.y};
+      float p[4], pairs[2];  // of keys g and keys g + 8, and of the sums' head
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        p[e] = exp2_approx(__fmaf_rn(scores[e], scale_log2, -scaled[e % 2]));
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // Keys 2q and 2q + 1 are in lanes whose g differ in the last bit.
+        const float even = p[2 * half], odd = p[2 * half + 1];
+        pairs[half] = __fadd_rn(g % 2 == 0 ? even : odd,
+                                __shfl_xor_sync(kFullWarp, g % 2 == 0 ? odd : even, 4));
+      }
+      // Eight bytes a lane: four heads of key g from an even c, of key g + 8 from an odd one.
+      const unsigned words[2] = {Element::pack(p[0], p[1]), Element::pack(p[2], p[3])};
+      const bool is_odd = c % 2 != 0;
+      const unsigned got = __shfl_xor_sync(kFullWarp, is_odd ? words[0] : words[1], 1);
+      const unsigned first = is_odd ? got : words[0], second = is_odd ? words[1] : got;
+      const int key = tile * kTileKeys + g + (is_odd ? 8 : 0);
+      const unsigned to = base + kWeights + key * (kHeads * 2) + c / 2 * 8;
+      const unsigned weighed = barrier(kWeighed + block);
+#pragma unroll
+      for (unsigned r = 0; r < kRanks; ++r) {
+        send_remote(shared_of(to, r), first, second, shared_of(weighed, r));
+      }
+      // For the summing warp's lane 4 h + q.
+      const unsigned to_sums = base + kSums + tile * kTileSums + ((2 * c + g % 2) * 4 + g / 2) * 8;
+#pragma unroll 1
+      for (unsigned r = 0; r < static_cast<unsigned>(sums); ++r) {
+        send_remote(shared_of(to_sums, r), pairs[0], pairs[1], shared_of(weighed, r));
+      }
+    }
+  } else if (is_value_warp) {
+    // --- 3: values -------------------------------------------------------------------------------
+    const unsigned rows = value_offset(warp, lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    int stage = 0;
+    unsigned parity = 0;
+    const auto load = [&](Fragments& fragments, int block) {
+      const unsigned at = base + kValueRing + stage * kValueStage;
+      mbarrier_wait(barrier(kFullValues + stage), parity);
+      // What follows the last key may be anything, and zero times that is not always zero.
+      const int absent = count - (tiles - 1) * kTileKeys;  // first such row of the last tile
+      if (block == blocks - 1 && absent < kTileKeys) {
+        if (lane / 2 >= absent) {
+          const int last = stage * kValueStage + (tiles - 1) % kBlockTiles * kValueBox;
+          *reinterpret_cast<uint4*>(memory + kValueRing + last +
+                                    value_offset(warp, lane / 2, lane % 2)) = make_uint4(0, 0, 0, 0);
+        }
+        __syncwarp();
+      }
+#pragma unroll
+      for (int t = 0; t < kBlockTiles; ++t) {
+        load_matrices_transposed(fragments.v[t], at + t * kValueBox + rows);
+      }
+      mbarrier_wait_for_sent(barrier(kWeighed + block), 0);
+      const unsigned weights = base + kWeights + block * kBlockKeys * (kHeads * 2);
+#pragma unroll
+      for (int t = 0; t < kBlockTiles; t += 2) {
+        if (t + 1 < kBlockTiles) {
+          load_matrices_transposed(fragments.weights[t / 2],
+                                   weights + (t * kTileKeys + lane) * (kHeads * 2));
+        } else {
+          unsigned last[2];
+          load_two_transposed(last, weights + (t * kTileKeys + lane % 16) * (kHeads * 2));
+          fragments.weights[t / 2][0] = last[0];
+          fragments.weights[t / 2][1] = last[1];
+        }
+      }
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(barrier(kEmptyValues + stage));
+      if (++stage == kValueStages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    };
+    const auto multiply = [&](const Fragments& fragments, int block) {
+      const int there = tiles - block * kBlockTiles;
+      const float2 rescale = shared_pair(memory, kRescale, block * (kHeads / 2) + c);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[e] = __fmul_rn(acc[e], e % 2 == 0 ? rescale.x : rescale.y);
+#pragma unroll
+      for (int t = 0; t < kBlockTiles; ++t) {
+        if (t < there) {
+          const unsigned(&weights)[4] = fragments.weights[t / 2];
+          mma_m16n8k16<Element>(acc, fragments.v[t], weights[t % 2 * 2], weights[t % 2 * 2 + 1]);
+        }
+      }
+    };
+    Fragments even, odd;
+    if (blocks > 0) load(even, 0);
+#pragma unroll 1
+    for (int block = 0; block < blocks; block += 2) {
+      if (block + 1 < blocks) load(odd, block + 1);
+      multiply(even, block);
+      if (block + 2 < blocks) load(even, block + 2);
+      if (block + 1 < blocks) multiply(odd, block + 1);
+    }
+  } else if (warp == kLoadingWarp) {
+    // --- 3: V that the ring had no room for --------------------------------------------------------
+    Place places = {0, 0};
+    int stage = 0;
+    unsigned parity = 0;
+#pragma unroll 1
+    for (int block = kValueStages; block < blocks; ++block) {
+      const int n = block - kValueStages;
+      if (n % 4 == 0) places = find((block + lane / 8) * kBlockTiles + lane % 8);
+      mbarrier_wait(barrier(kEmptyValues + stage), parity);
+      load_values(block, stage, places, n % 4 * 8);
+      if (++stage == kValueStages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+  } else if (rank < sums) {
+    // --- 2, ended: one warp adds up the weights, lane 4 h + q the pairs 4 t + q of head h ------------
     float sum = 0.0f;
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
+      mbarrier_wait_for_sent(barrier(kWeighed + block), 0);
       sum = __fmul_rn(sum, shared_float(memory, kRescale, block * kHeads + g));
 #pragma unroll
-      for (int t = 0; t < kBlockKeys / 8; ++t) {
-        const int before = block * (kBlockKeys / 2) + t * 4;
-        sum = __fadd_rn(sum, shared_float(memory, sums_of(c) + before * kPairBytes, g));
+      for (int t = 0; t < kBlockTiles; ++t) {
+        const int tile = block * kBlockTiles + t;
+        if (tile < tiles) {
+          const float2 pairs = shared_pair(memory, kSums, tile * 32 + lane);
+          sum = __fadd_rn(__fadd_rn(sum, pairs.x), pairs.y);
+        }
       }
     }
     const float largest = shared_float(memory, kFinalMax, g);
-    const bool writes = rank == 0 && g < task.heads;  // all ranks know
+    const bool writes = rank == 0 && g < task.heads;  // all ranks that add them up know
     if (work != nullptr) {
       float* mine = parts.stats(task.sequence, task.split, task.first_head + g);
       if (writes) {
@@ -440,59 +558,6 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     }
   }
 
-  // --- 3: values ---------------------------------------------------------------------------------
-  float acc[4] = {};  // [columns g, g + 8][heads 2c, 2c + 1]
-  if (is_value_warp) {
-    // A group's fragments are loaded while the products of the one before are computed.
-    struct {
-      unsigned v[kGroupTiles][4], weights[4];
-    } now, next;
-    const auto load = [&](int group) {
-      const int stage = group % kValueStages;
-      const unsigned at = base + kValueRing + stage * kGroupBytes;
-      mbarrier_wait(barrier(kFullValues + stage),
-                    static_cast<unsigned>(group / kValueStages) % 2);
-      // What follows the last key may be anything, and zero times that is not always zero.
-      const int absent = count - (tiles - 1) * kTileKeys;  // first such row of the last tile
-      if (group == groups - 1 && absent < kTileKeys) {
-        if (lane / 2 >= absent) {
-          const int last = (tiles - 1) % kGroupTiles;
-          *reinterpret_cast<uint4*>(memory + kValueRing + stage * kGroupBytes + last * kValueBox +
-                                    value_offset(warp, lane / 2, lane % 2)) = make_uint4(0, 0, 0, 0);
-        }
-        __syncwarp();
-      }
-      const unsigned chunk = value_offset(warp, lane % 8 + lane / 16 * 8, lane / 8 % 2);
-#pragma unroll
-      for (int t = 0; t < kGroupTiles; ++t) {
-        load_matrices_transposed(next.v[t], at + t * kValueBox + chunk);
-      }
-      load_matrices_transposed(next.weights, base + weights_of(lane / 2) + lane % 2 * (kHeads * 2) +
-                                                 group * kTileKeys * kPairBytes);
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(barrier(kEmptyValues + stage));
-    };
-    if (groups > 0) load(0);
-#pragma unroll 1
-    for (int group = 0; group < groups; ++group) {
-      now = next;
-      if (group + 1 < groups) load(group + 1);
-#pragma unroll
-      for (int t = 0; t < kGroupTiles; ++t) {
-        const int tile = group * kGroupTiles + t;
-        if (tile >= tiles) break;
-        if (tile % kBlockTiles == 0) {
-          const float2 rescale = *reinterpret_cast<const float2*>(
-              memory + kRescale + (tile / kBlockTiles * kHeads + 2 * c) * 4);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            acc[e] = __fmul_rn(acc[e], e % 2 == 0 ? rescale.x : rescale.y);
-          }
-        }
-        mma_m16n8k16<Element>(acc, now.v[t], now.weights[2 * t], now.weights[2 * t + 1]);
-      }
-    }
-  }
   if (work == nullptr) __syncthreads();  // for the inverses
   if (!is_value_warp) return;
 #pragma unroll

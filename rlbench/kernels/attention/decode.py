@@ -22,7 +22,7 @@ _KEY_WARPS = 8
 _KEY_RING = 8192  # bytes of a key warp
 _COLUMNS = 16  # of a value warp; no rank has fewer
 _CAPABILITIES = range(9, 12)  # which have clusters; from 12 on shared memory is too small
-RANKS = (4, 2)
+RANKS = (8, 4, 2)
 """Thread blocks that may share a split, the most first. It does not change the bits."""
 _SMS_OF_UNIT = 4
 """SMs for each split of each sequence under each KV head, from which on clusters are faster than
@@ -60,21 +60,24 @@ class Variant(Family):
 
     @property
     def threads(self) -> int:
-        return 32 * (self.value_warps + _KEY_WARPS + 1)
+        return 32 * (self.value_warps + _KEY_WARPS + 2)
 
     @property
     def shared_bytes(self) -> int:
-        """Rings of K and V, the scores of a split, Q, what is said about tiles and blocks, barriers,
-        and room to align them to 1024 bytes."""
-        keys = split_keys(self.head_dim)
-        group = 2 * _TILE_KEYS * self.columns * 2
-        value_stages = 32 if group <= 2048 else 65536 // group
-        rings = _KEY_WARPS * _KEY_RING + value_stages * group
+        """Rings of K and V, the weights of a split, this rank's scores, the largest of every tile, Q,
+        what is said about blocks, barriers, and room to align them to 1024 bytes."""
+        keys, block = split_keys(self.head_dim), BLOCK_KEYS[self.head_dim]
+        tiles, blocks = keys // _TILE_KEYS, keys // block
+        stage = block * self.columns * 2
+        value_stages = min((65536 if self.ranks == 2 else 81920) // stage, blocks)
+        rings = _KEY_WARPS * _KEY_RING + value_stages * stage
+        own_tiles = _KEY_WARPS * -(-tiles // (self.ranks * _KEY_WARPS))
+        scores = own_tiles * _TILE_KEYS * HEADS * 4 + tiles * 10 * 4
         query = HEADS * (self.head_dim * 2 + 16)
-        said = keys // _TILE_KEYS + 3 * keys // BLOCK_KEYS[self.head_dim] + 2
+        said = (2 * blocks + 2) * HEADS * 4
         key_stages = _KEY_RING // (_TILE_KEYS * self.unit_dims * 2)
-        barriers = _KEY_WARPS * key_stages + 2 * value_stages + 1
-        return rings + query + (keys + said) * HEADS * 4 + barriers * 8 + 1024
+        barriers = _KEY_WARPS * key_stages + 2 * value_stages + 1 + blocks
+        return rings + keys * HEADS * 2 + scores + query + said + barriers * 8 + 1024
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -85,7 +88,14 @@ class Variant(Family):
 def variants() -> Iterator[Variant]:
     """Every build that a call can ask for, from compute capability 9.0."""
     for ranks in RANKS:
-        yield from every(functools.partial(Variant, ranks=ranks))
+        for variant in every(functools.partial(Variant, ranks=ranks)):
+            if ranks in ranks_for(variant.head_dim):
+                yield variant
+
+
+def ranks_for(head_dim: int) -> tuple[int, ...]:
+    """Thread blocks that may share a split: each has the columns of a warp at least."""
+    return tuple(ranks for ranks in RANKS if head_dim // ranks >= _COLUMNS)
 
 
 def variant_for(request: Request) -> Variant | None:
@@ -93,7 +103,7 @@ def variant_for(request: Request) -> Variant | None:
     none, or the call is no decode step. The bits are the same whoever serves it."""
     if request.max_seqlen_q != 1 or request.decode_units * _SMS_OF_UNIT > sms(request.device):
         return None
-    for ranks in RANKS:
+    for ranks in ranks_for(request.q.shape[2]):
         variant = Variant(*request.build, ranks)
         possible = maps_of(request, variant) and fits(variant, request.device, _CAPABILITIES)
         if possible and request.decode_units <= _room(variant, request.device):

@@ -29,6 +29,11 @@ __device__ __forceinline__ void send_remote(unsigned remote, float first, float 
       : "memory");
 }
 
+__device__ __forceinline__ void send_remote(unsigned remote, unsigned first, unsigned second,
+                                            unsigned barrier) {
+  send_remote(remote, __uint_as_float(first), __uint_as_float(second), barrier);
+}
+
 // Waits until the phase of this parity is complete, and what was sent with it can be read.
 __device__ __forceinline__ void mbarrier_wait_for_sent(unsigned barrier, unsigned parity) {
   asm volatile(

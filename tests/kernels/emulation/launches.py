@@ -43,8 +43,9 @@ def prefill_plan_on(problem: Problem, sms: int) -> Plan:
 
 
 def decode_plan(problem: Problem, ranks: int = 4) -> Plan:
-    """ranks: thread blocks that share a split."""
+    """ranks: thread blocks that share a split, if so many can."""
     request = problem.request
+    ranks = min(ranks, max(decode.ranks_for(problem.case.head_dim)))
     with _gpu():
         return decode.plan_of(request, decode.Variant(*request.build, ranks))
 

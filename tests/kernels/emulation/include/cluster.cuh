@@ -16,6 +16,10 @@ inline void send_remote(unsigned remote, float first, float second, unsigned bar
   emulator::send(remote >> kRankShift, remote & kAddress, first, second, barrier & kAddress);
 }
 
+inline void send_remote(unsigned remote, unsigned first, unsigned second, unsigned barrier) {
+  send_remote(remote, __builtin_bit_cast(float, first), __builtin_bit_cast(float, second), barrier);
+}
+
 inline void cluster_begin() { emulator::cluster_arrive(); }
 inline void cluster_wait_for_others() { emulator::cluster_wait(); }
 inline void mbarrier_wait_for_sent(unsigned barrier, unsigned parity) {
