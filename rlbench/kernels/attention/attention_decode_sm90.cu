@@ -59,11 +59,13 @@ constexpr int kRanks = RANKS;
 constexpr int kColumns = kHeadDim / kRanks;      // of the output, for one rank
 constexpr int kValueWarps = kColumns / 16;
 constexpr int kKeyWarps = 8;
-constexpr int kWarps = kValueWarps + kKeyWarps + 2;
+constexpr int kWarps = kValueWarps + kKeyWarps + 3;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kSummingWarp = kWarps - 2;
+constexpr int kSummingWarp = kWarps - 3;
+constexpr int kPrefetchingWarp = kWarps - 2;     // of V, to the L2
 constexpr int kLoadingWarp = kWarps - 1;         // of V, once its ring is full
-constexpr int kIssuers = kValueWarps + 2;        // warps that fill it: all but the key warps
+constexpr int kIssuers = kValueWarps + 2;        // warps that fill it: value warps, and these two
+constexpr int kWorkers = kWarps - 2;             // warps but these two
 constexpr int kTileStep = kRanks * kKeyWarps;    // from one of a key warp's tiles to its next
 constexpr int kWarpTiles = (kTiles + kTileStep - 1) / kTileStep;
 static_assert(kWarpTiles <= 32, "a lane knows the page of one of its warp's tiles");
@@ -103,11 +105,10 @@ constexpr int kInverse = kScaled + kSplitBlocks * kHeads * 4;   // [head], float
 constexpr int kFinalMax = kInverse + kHeads * 4;
 constexpr int kBarriers = kFinalMax + kHeads * 4;
 constexpr int kFullKeys = 0;                     // [key warp][stage]
-constexpr int kFullValues = kFullKeys + kKeyWarps * kKeyStages;
-constexpr int kEmptyValues = kFullValues + kValueStages;
+constexpr int kEmptyValues = kFullKeys + kKeyWarps * kKeyStages;  // [stage]
 constexpr int kSaid = kEmptyValues + kValueStages;              // all largest scores are there
-constexpr int kWeighed = kSaid + 1;                             // [block]
-constexpr int kBarrierCount = kWeighed + kSplitBlocks;
+constexpr int kThere = kSaid + 1;                               // [block]: V and weights are
+constexpr int kBarrierCount = kThere + kSplitBlocks;
 constexpr int kSharedBytes = kBarriers + kBarrierCount * 8 + kAlignment;
 
 static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
@@ -154,6 +155,7 @@ __device__ __forceinline__ float2 largest_of_keys(const float (&scores)[4], int 
 struct Fragments {
   unsigned v[kBlockTiles][4];
   unsigned weights[(kBlockTiles + 1) / 2][4];  // of two tiles each
+  float2 rescale;
 };
 
 // work: SplitParts; `out` is not written if it is there.
@@ -173,20 +175,20 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   const int g = lane / 4;  // fragment coordinates, as in mma.cuh
   const int c = lane % 4;
 
-  const DecodeTask<kPaged> task(blockIdx.x / kRanks, static_cast<unsigned>(sequences_arg),
-                                static_cast<unsigned>(kv_heads_arg),
-                                static_cast<unsigned>(group_arg), cu_seqlens_q, lengths_k);
   const auto barrier = [&](int which) { return base + kBarriers + which * 8; };
 #pragma unroll 1
   for (int which = warp; which < kBarrierCount; which += kWarps) {
-    const bool is_empty_values = which >= kEmptyValues && which < kSaid;
-    if (is_elected()) mbarrier_init(barrier(which), is_empty_values ? kValueWarps : 1);
+    const int arrivals = which < kEmptyValues ? 1 : which < kSaid ? kValueWarps : which < kThere ? 1 : 2;
+    if (is_elected()) mbarrier_init(barrier(which), arrivals);
   }
   if (warp == kLoadingWarp && is_elected()) {
     prefetch_tensor_map(&k_map);
     prefetch_tensor_map(&v_map);
   }
-  fence_async_proxy();  // for TMA to see the barriers
+  fence_barriers();
+  const DecodeTask<kPaged> task(blockIdx.x / kRanks, static_cast<unsigned>(sequences_arg),
+                                static_cast<unsigned>(kv_heads_arg),
+                                static_cast<unsigned>(group_arg), cu_seqlens_q, lengths_k);
   __syncthreads();
   cluster_begin();
 
@@ -218,7 +220,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   const int first_column = rank * kColumns;
   const int panel = first_column / 64;
   const auto load_values = [&](int block, int stage, const Place& places, int first_lane) {
-    const unsigned full = barrier(kFullValues + stage);
+    const unsigned full = barrier(kThere + block);
     const unsigned to = base + kValueRing + stage * kValueStage;
     const int there = tiles - block * kBlockTiles;
     Place place[kBlockTiles];
@@ -237,55 +239,52 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     }
     __syncwarp();
   };
-  const auto prefetch_values = [&](int block, const Place& places, int first_lane) {
-#pragma unroll 1
-    for (int t = 0; t < kBlockTiles && block * kBlockTiles + t < tiles; ++t) {
-      const Place place = places.of_lane(first_lane + t);
-      if (is_elected()) {
-        prefetch_box(&v_map, first_column % 64, place.row, panel, kv_head, place.page);
-      }
-    }
-    __syncwarp();
-  };
-
   const bool is_value_warp = warp < kValueWarps;
   const int key_warp = warp - kValueWarps;
   const bool is_key_warp = !is_value_warp && key_warp < kKeyWarps;
   const int first_tile = rank + kRanks * key_warp;  // a key warp's; then every kTileStep-th
   const int own_tiles = tiles > first_tile ? (tiles - first_tile + kTileStep - 1) / kTileStep : 0;
   const int own_scores = kScores + key_warp * kWarpTiles * kTileScores;
-  if (!is_key_warp) {
-    // --- the beginning of 3: V ---------------------------------------------------------------------
-    if (warp == kSummingWarp) {
-      // What the barriers that other ranks write to wait for.
-      const int there = tiles - lane * kBlockTiles;
-      const int bytes = kTileKeys * kHeads * 2 + (rank < sums ? kTileSums : 0);
-      if (there > 0) {
-        mbarrier_arrive_expecting(
-            barrier(kWeighed + lane),
-            static_cast<unsigned>((there < kBlockTiles ? there : kBlockTiles) * bytes));
-      }
-      if (lane == 0) mbarrier_arrive_expecting(barrier(kSaid), tiles * kHeads * 4);
+  constexpr int kAsked = 1, kQueryThere = 2, kReferences = 3;  // named barriers
+  if (warp == kSummingWarp) {
+    // What the barriers that other ranks write to wait for.
+    const int there = tiles - lane * kBlockTiles;
+    const int bytes = kTileKeys * kHeads * 2 + (rank < sums ? kTileSums : 0);
+    if (there > 0) {
+      mbarrier_arrive_expecting(
+          barrier(kThere + lane),
+          static_cast<unsigned>((there < kBlockTiles ? there : kBlockTiles) * bytes));
     }
-    const int issuer = is_value_warp ? warp : warp - kKeyWarps;
-    Place places = {0, 0};
+    if (lane == 0) mbarrier_arrive_expecting(barrier(kSaid), tiles * kHeads * 4);
+    cluster_wait_for_others();
+  } else if (!is_key_warp) {
+    // --- the beginning of 3: V -------------------------------------------------------------------
+    const int issuer = is_value_warp ? warp : warp - kKeyWarps - 1;
+    const auto find_values = [&](int block) {
+      return find((block + lane / 8 * kIssuers) * kBlockTiles + lane % 8);
+    };
+    Place places = find_values(issuer);
+    named_barrier(kAsked, 32 * (kKeyWarps + kIssuers));  // K is needed first
 #pragma unroll 1
-    for (int n = 0; issuer + n * kIssuers < blocks; ++n) {
+    for (int n = 0; issuer + n * kIssuers < kValueStages; ++n) {
       const int block = issuer + n * kIssuers;
-      if (n % 4 == 0) {
-        places = find((block + lane / 8 * kIssuers) * kBlockTiles + lane % 8);
-      }
-      if (block < kValueStages) {
-        load_values(block, block, places, n % 4 * 8);
-      } else {
-        // In pace with what arrives, since K is needed first.
-        mbarrier_wait(barrier(kFullValues + block % kValueStages), 0);
-        prefetch_values(block, places, n % 4 * 8);
-      }
+      if (block >= blocks) break;
+      if (n % 4 == 0 && n > 0) places = find_values(block);
+      load_values(block, block, places, n % 4 * 8);
     }
     cluster_wait_for_others();
   } else {
     // --- 1: scores -------------------------------------------------------------------------------
+    constexpr int kChunks = kHeadDim / 8;
+    const int head = (key_warp * 32 + lane) / kChunks;  // whose chunk of Q this lane copies
+    if (head < kHeads) {
+      const bool present = head < task.heads;
+      const unsigned short* row = q + task.q_row * q_row_stride +
+                                  (task.first_head + (present ? head : 0)) * q_head_stride;
+      copy_async(base + kQuery + head * kQueryRow + lane % kChunks * kChunkBytes,
+                 row + lane % kChunks * 8, present);
+    }
+    copy_async_commit();
     const Place places = find(first_tile + lane * kTileStep);  // lane i: of the i-th tile
     const unsigned ring = base + kKeyRing + key_warp * kKeyStages * kUnitBytes;
     const int full = kFullKeys + key_warp * kKeyStages;
@@ -302,16 +301,6 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     };
 #pragma unroll 1
     for (int n = 0; n < kKeyStages; ++n) load_keys(n);
-    constexpr int kChunks = kHeadDim / 8;
-    const int head = (key_warp * 32 + lane) / kChunks;  // whose chunk of Q this lane copies
-    if (head < kHeads) {
-      const bool present = head < task.heads;
-      const unsigned short* row = q + task.q_row * q_row_stride +
-                                  (task.first_head + (present ? head : 0)) * q_head_stride;
-      copy_async(base + kQuery + head * kQueryRow + lane % kChunks * kChunkBytes,
-                 row + lane % kChunks * 8, present);
-    }
-    copy_async_commit();
     // What the ring has no room for, to the L2.
 #pragma unroll 1
     for (int n = kKeyStages; n < own_tiles * kUnits; ++n) {
@@ -321,8 +310,9 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       }
       __syncwarp();
     }
+    named_barrier_arrive(kAsked, 32 * (kKeyWarps + kIssuers));
     copy_async_wait_all();
-    named_barrier(1, 32 * kKeyWarps);  // Q is there
+    named_barrier(kQueryThere, 32 * kKeyWarps);
     unsigned query[kHeadDim / 32][4];  // B of two k16 steps each
 #pragma unroll
     for (int d = 0; d < kHeadDim / 32; ++d) {
@@ -369,7 +359,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     }
 
     // --- 2: references, of one head by each warp and of one block by each lane ---------------------
-    mbarrier_wait_for_sent(barrier(kSaid), 0);
+    mbarrier_wait(barrier(kSaid), 0);
     float next = -kInfinity;  // the largest score up to this block
 #pragma unroll
     for (int t = 0; t < kBlockTiles; ++t) {
@@ -394,7 +384,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     // Absent blocks change nothing, so the last lane knows it of all.
     if (lane == 31) shared_float(memory, kFinalMax, key_warp) = next;
   }
-  __syncthreads();
+  if (warp < kWorkers) named_barrier(kReferences, 32 * kWorkers);
 
   const SplitParts<kHeadDim> parts = {work, sequences_arg, splits_arg, task.all_heads};
   float acc[4] = {};  // [columns g, g + 8][heads 2c, 2c + 1]
@@ -428,26 +418,25 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       const unsigned first = is_odd ? got : words[0], second = is_odd ? words[1] : got;
       const int key = tile * kTileKeys + g + (is_odd ? 8 : 0);
       const unsigned to = base + kWeights + key * (kHeads * 2) + c / 2 * 8;
-      const unsigned weighed = barrier(kWeighed + block);
+      const unsigned its = barrier(kThere + block);
 #pragma unroll
       for (unsigned r = 0; r < kRanks; ++r) {
-        send_remote(shared_of(to, r), first, second, shared_of(weighed, r));
+        send_remote(shared_of(to, r), first, second, shared_of(its, r));
       }
       // For the summing warp's lane 4 h + q.
       const unsigned to_sums = base + kSums + tile * kTileSums + ((2 * c + g % 2) * 4 + g / 2) * 8;
 #pragma unroll 1
       for (unsigned r = 0; r < static_cast<unsigned>(sums); ++r) {
-        send_remote(shared_of(to_sums, r), pairs[0], pairs[1], shared_of(weighed, r));
+        send_remote(shared_of(to_sums, r), pairs[0], pairs[1], shared_of(its, r));
       }
     }
   } else if (is_value_warp) {
     // --- 3: values -------------------------------------------------------------------------------
     const unsigned rows = value_offset(warp, lane % 8 + lane / 16 * 8, lane / 8 % 2);
     int stage = 0;
-    unsigned parity = 0;
     const auto load = [&](Fragments& fragments, int block) {
+      mbarrier_wait(barrier(kThere + block), 0);
       const unsigned at = base + kValueRing + stage * kValueStage;
-      mbarrier_wait(barrier(kFullValues + stage), parity);
       // What follows the last key may be anything, and zero times that is not always zero.
       const int absent = count - (tiles - 1) * kTileKeys;  // first such row of the last tile
       if (block == blocks - 1 && absent < kTileKeys) {
@@ -458,51 +447,46 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
         }
         __syncwarp();
       }
+      const unsigned weights = base + kWeights + block * kBlockKeys * (kHeads * 2);
 #pragma unroll
       for (int t = 0; t < kBlockTiles; ++t) {
         load_matrices_transposed(fragments.v[t], at + t * kValueBox + rows);
-      }
-      mbarrier_wait_for_sent(barrier(kWeighed + block), 0);
-      const unsigned weights = base + kWeights + block * kBlockKeys * (kHeads * 2);
-#pragma unroll
-      for (int t = 0; t < kBlockTiles; t += 2) {
-        if (t + 1 < kBlockTiles) {
+        if (t % 2 == 0 && t + 1 < kBlockTiles) {
           load_matrices_transposed(fragments.weights[t / 2],
                                    weights + (t * kTileKeys + lane) * (kHeads * 2));
-        } else {
+        } else if (t % 2 == 0) {
           unsigned last[2];
           load_two_transposed(last, weights + (t * kTileKeys + lane % 16) * (kHeads * 2));
           fragments.weights[t / 2][0] = last[0];
           fragments.weights[t / 2][1] = last[1];
         }
       }
+      fragments.rescale = shared_pair(memory, kRescale, block * (kHeads / 2) + c);
       __syncwarp();
       if (lane == 0) mbarrier_arrive(barrier(kEmptyValues + stage));
-      if (++stage == kValueStages) {
-        stage = 0;
-        parity ^= 1;
-      }
+      if (++stage == kValueStages) stage = 0;
     };
-    const auto multiply = [&](const Fragments& fragments, int block) {
-      const int there = tiles - block * kBlockTiles;
-      const float2 rescale = shared_pair(memory, kRescale, block * (kHeads / 2) + c);
+    // The products of a block, and then the fragments of the block after next in their place.
+    const auto multiply = [&](Fragments& fragments, int block) {
+      const int present = tiles - block * kBlockTiles;
+      const float2 rescale = fragments.rescale;
 #pragma unroll
       for (int e = 0; e < 4; ++e) acc[e] = __fmul_rn(acc[e], e % 2 == 0 ? rescale.x : rescale.y);
 #pragma unroll
       for (int t = 0; t < kBlockTiles; ++t) {
-        if (t < there) {
+        if (t < present) {
           const unsigned(&weights)[4] = fragments.weights[t / 2];
           mma_m16n8k16<Element>(acc, fragments.v[t], weights[t % 2 * 2], weights[t % 2 * 2 + 1]);
         }
       }
+      if (block + 2 < blocks) load(fragments, block + 2);
     };
     Fragments even, odd;
     if (blocks > 0) load(even, 0);
+    if (blocks > 1) load(odd, 1);
 #pragma unroll 1
     for (int block = 0; block < blocks; block += 2) {
-      if (block + 1 < blocks) load(odd, block + 1);
       multiply(even, block);
-      if (block + 2 < blocks) load(even, block + 2);
       if (block + 1 < blocks) multiply(odd, block + 1);
     }
   } else if (warp == kLoadingWarp) {
@@ -521,12 +505,28 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
         parity ^= 1;
       }
     }
+  } else if (warp == kPrefetchingWarp) {
+    Place places = {0, 0};
+#pragma unroll 1
+    for (int block = kValueStages; block < blocks; ++block) {
+      const int n = block - kValueStages;
+      if (n % 4 == 0) places = find((block + lane / 8) * kBlockTiles + lane % 8);
+      if (n == 0) mbarrier_wait(barrier(kSaid), 0);  // no rank needs more of K
+#pragma unroll 1
+      for (int t = 0; t < kBlockTiles && block * kBlockTiles + t < tiles; ++t) {
+        const Place place = places.of_lane(n % 4 * 8 + t);
+        if (is_elected()) {
+          prefetch_box(&v_map, first_column % 64, place.row, panel, kv_head, place.page);
+        }
+      }
+      __syncwarp();
+    }
   } else if (rank < sums) {
     // --- 2, ended: one warp adds up the weights, lane 4 h + q the pairs 4 t + q of head h ------------
     float sum = 0.0f;
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
-      mbarrier_wait_for_sent(barrier(kWeighed + block), 0);
+      mbarrier_wait(barrier(kThere + block), 0);
       sum = __fmul_rn(sum, shared_float(memory, kRescale, block * kHeads + g));
 #pragma unroll
       for (int t = 0; t < kBlockTiles; ++t) {

@@ -60,7 +60,7 @@ class Variant(Family):
 
     @property
     def threads(self) -> int:
-        return 32 * (self.value_warps + _KEY_WARPS + 2)
+        return 32 * (self.value_warps + _KEY_WARPS + 3)
 
     @property
     def shared_bytes(self) -> int:
@@ -76,7 +76,7 @@ class Variant(Family):
         query = HEADS * (self.head_dim * 2 + 16)
         said = (2 * blocks + 2) * HEADS * 4
         key_stages = _KEY_RING // (_TILE_KEYS * self.unit_dims * 2)
-        barriers = _KEY_WARPS * key_stages + 2 * value_stages + 1 + blocks
+        barriers = _KEY_WARPS * key_stages + value_stages + 1 + blocks
         return rings + keys * HEADS * 2 + scores + query + said + barriers * 8 + 1024
 
     @property

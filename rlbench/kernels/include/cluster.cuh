@@ -34,22 +34,9 @@ __device__ __forceinline__ void send_remote(unsigned remote, unsigned first, uns
   send_remote(remote, __uint_as_float(first), __uint_as_float(second), barrier);
 }
 
-// Waits until the phase of this parity is complete, and what was sent with it can be read.
-__device__ __forceinline__ void mbarrier_wait_for_sent(unsigned barrier, unsigned parity) {
-  asm volatile(
-      "{.reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;}"
-      ::"r"(barrier), "r"(parity)
-      : "memory");
-}
-
-// Says that this block is there and that the barriers which this thread has initialized can be used.
+// Says that this block is there, and its barriers (fence_barriers).
 __device__ __forceinline__ void cluster_begin() {
-  asm volatile(
-      "fence.mbarrier_init.release.cluster;\n"
-      "barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 // Waits until all threads of the cluster have begun: before that the others have no shared memory.

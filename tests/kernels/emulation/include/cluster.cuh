@@ -22,9 +22,6 @@ inline void send_remote(unsigned remote, unsigned first, unsigned second, unsign
 
 inline void cluster_begin() { emulator::cluster_arrive(); }
 inline void cluster_wait_for_others() { emulator::cluster_wait(); }
-inline void mbarrier_wait_for_sent(unsigned barrier, unsigned parity) {
-  emulator::barrier_wait(barrier, parity);
-}
 
 inline void let_next_grid_start() {}
 inline void wait_for_previous_grid() {}

@@ -31,6 +31,7 @@ inline void named_barrier_arrive(int id, int threads) {
 }
 
 inline void fence_async_proxy() {}
+inline void fence_barriers() {}
 
 template <int kRegisters>
 void take_registers() {}
