@@ -17,8 +17,8 @@
 // The splits' parts are merged by attention_combine.cu, unless there is only one split.
 //
 // Schedule: kKeyWarps warps do 1 and 2, each with a ring of its own for 16 keys x up to 128 dims; one
-// value warp for every 16 columns does 3, out of one ring for blocks of keys that a warp of its own
-// keeps full; one warp adds up the weights. K and V come by TMA. The first of V are asked for at the
+// value warp for every 16 columns does 3, out of one ring for blocks of keys that key warps keep full
+// when they are done; one warp adds up the weights. K and V come by TMA. The first of V are asked for at the
 // beginning, by the warps that have nothing else to do, and the rest is brought to the L2 as those
 // arrive, so that memory goes on working while the ranks talk to each other.
 //
@@ -61,11 +61,10 @@ constexpr int kValueWarps = kColumns / 16;
 constexpr int kKeyWarps = 8;
 constexpr int kWarps = kValueWarps + kKeyWarps + 3;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kSummingWarp = kWarps - 3;
-constexpr int kPrefetchingWarp = kWarps - 2;     // of V, to the L2
-constexpr int kLoadingWarp = kWarps - 1;         // of V, once its ring is full
-constexpr int kIssuers = kValueWarps + 2;        // warps that fill it: value warps, and these two
-constexpr int kWorkers = kWarps - 2;             // warps but these two
+constexpr int kPrefetchingWarps = 2;             // of V, to the L2
+constexpr int kWorkers = kWarps - kPrefetchingWarps;
+constexpr int kSummingWarp = kWorkers - 1;
+constexpr int kIssuers = kValueWarps + kPrefetchingWarps;  // warps that fill the ring of V
 constexpr int kTileStep = kRanks * kKeyWarps;    // from one of a key warp's tiles to its next
 constexpr int kWarpTiles = (kTiles + kTileStep - 1) / kTileStep;
 static_assert(kWarpTiles <= 32, "a lane knows the page of one of its warp's tiles");
@@ -113,6 +112,9 @@ constexpr int kSharedBytes = kBarriers + kBarrierCount * 8 + kAlignment;
 
 static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
 static_assert(kColumns % 16 == 0, "ranks share columns evenly");
+// Key warps that fill the ring again: a stage is always the same one's, which sees all its phases.
+constexpr int kReloaders = kValueStages < kKeyWarps ? kValueStages : kKeyWarps;
+static_assert(kSplitBlocks <= 2 * kValueStages || kValueStages % kReloaders == 0, "kReloaders");
 static_assert(kTiles * kTileSums <= kKeyRingBytes, "sums have room in the place of K");
 static_assert(kHeads * kHeadDim / 8 <= 32 * kKeyWarps, "one chunk of Q for a lane");
 
@@ -181,7 +183,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     const int arrivals = which < kEmptyValues ? 1 : which < kSaid ? kValueWarps : which < kThere ? 1 : 2;
     if (is_elected()) mbarrier_init(barrier(which), arrivals);
   }
-  if (warp == kLoadingWarp && is_elected()) {
+  if (warp == kSummingWarp && is_elected()) {
     prefetch_tensor_map(&k_map);
     prefetch_tensor_map(&v_map);
   }
@@ -245,6 +247,10 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   const int first_tile = rank + kRanks * key_warp;  // a key warp's; then every kTileStep-th
   const int own_tiles = tiles > first_tile ? (tiles - first_tile + kTileStep - 1) / kTileStep : 0;
   const int own_scores = kScores + key_warp * kWarpTiles * kTileScores;
+  Place later = {0, 0};  // of the blocks of V that a key warp asks for in the end
+  const auto find_later = [&](int block) {
+    return find((block + lane / 8 * kReloaders) * kBlockTiles + lane % 8);
+  };
   constexpr int kAsked = 1, kQueryThere = 2, kReferences = 3;  // named barriers
   if (warp == kSummingWarp) {
     // What the barriers that other ranks write to wait for.
@@ -311,6 +317,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       __syncwarp();
     }
     named_barrier_arrive(kAsked, 32 * (kKeyWarps + kIssuers));
+    later = find_later(kValueStages + key_warp);
     copy_async_wait_all();
     named_barrier(kQueryThere, 32 * kKeyWarps);
     unsigned query[kHeadDim / 32][4];  // B of two k16 steps each
@@ -430,6 +437,16 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
         send_remote(shared_of(to_sums, r), pairs[0], pairs[1], shared_of(its, r));
       }
     }
+    // --- 3: V that the ring had no room for --------------------------------------------------------
+#pragma unroll 1
+    for (int n = 0; key_warp < kReloaders; ++n) {
+      const int block = kValueStages + key_warp + n * kReloaders;
+      if (block >= blocks) break;
+      if (n % 4 == 0 && n > 0) later = find_later(block);
+      const int stage = block % kValueStages;
+      mbarrier_wait(barrier(kEmptyValues + stage), (block / kValueStages - 1) % 2);
+      load_values(block, stage, later, n % 4 * 8);
+    }
   } else if (is_value_warp) {
     // --- 3: values -------------------------------------------------------------------------------
     const unsigned rows = value_offset(warp, lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -489,28 +506,15 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       multiply(even, block);
       if (block + 1 < blocks) multiply(odd, block + 1);
     }
-  } else if (warp == kLoadingWarp) {
-    // --- 3: V that the ring had no room for --------------------------------------------------------
+  } else if (warp != kSummingWarp) {
+    // --- 3: that, to the L2 ----------------------------------------------------------------------
     Place places = {0, 0};
-    int stage = 0;
-    unsigned parity = 0;
 #pragma unroll 1
-    for (int block = kValueStages; block < blocks; ++block) {
-      const int n = block - kValueStages;
-      if (n % 4 == 0) places = find((block + lane / 8) * kBlockTiles + lane % 8);
-      mbarrier_wait(barrier(kEmptyValues + stage), parity);
-      load_values(block, stage, places, n % 4 * 8);
-      if (++stage == kValueStages) {
-        stage = 0;
-        parity ^= 1;
+    for (int n = 0; kValueStages + warp - kWorkers + n * kPrefetchingWarps < blocks; ++n) {
+      const int block = kValueStages + warp - kWorkers + n * kPrefetchingWarps;
+      if (n % 4 == 0) {
+        places = find((block + lane / 8 * kPrefetchingWarps) * kBlockTiles + lane % 8);
       }
-    }
-  } else if (warp == kPrefetchingWarp) {
-    Place places = {0, 0};
-#pragma unroll 1
-    for (int block = kValueStages; block < blocks; ++block) {
-      const int n = block - kValueStages;
-      if (n % 4 == 0) places = find((block + lane / 8) * kBlockTiles + lane % 8);
       if (n == 0) mbarrier_wait(barrier(kSaid), 0);  // no rank needs more of K
 #pragma unroll 1
       for (int t = 0; t < kBlockTiles && block * kBlockTiles + t < tiles; ++t) {
