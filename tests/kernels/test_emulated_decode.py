@@ -260,19 +260,15 @@ def test_what_is_wrong_with_tma_is_noticed(
 @pytest.mark.parametrize(
     ("old", "new", "schedule"),
     [
-        ("  mbarrier_wait_for_sent(sent, 0);\n", "", EAGER),
+        ("    mbarrier_wait(barrier(kSaid), 0);\n    float", "    float", EAGER),
         ("        mbarrier_wait(barrier(full + stage), ", "        (void)(", LAZY),
-        ("      mbarrier_wait(barrier(kFullValues + stage),", "      (void)(", LAZY),
-        (
-            "      mbarrier_wait(barrier(kEmptyValues + group % kValueStages),",
-            "      (void)(",
-            EAGER,
-        ),
-        (
-            "  __syncthreads();\n\n  if (warp == kLoadingWarp) {",
-            "  if (warp == kLoadingWarp) {",
-            EAGER,
-        ),
+        ("      mbarrier_wait(barrier(kThere + block), 0);\n      const", "      const", LAZY),
+        ("      mbarrier_wait(barrier(kThere + block), 0);\n      sum", "      sum", EAGER),
+        ("      mbarrier_wait(barrier(kEmptyValues + stage), ", "      (void)(", EAGER),
+        ("  if (warp < kWorkers) named_barrier(kReferences, 32 * kWorkers);\n", "", EAGER),
+        ("(rank < sums ? kTileSums : 0)", "0", EAGER),  # bytes that nobody waits for
+        ("which < kThere ? 1 : 2;", "1;", SHUFFLED),  # V alone, or the weights
+        ("mbarrier_arrive_expecting(barrier(kSaid), tiles * ", "(barrier(kSaid), tiles * ", EAGER),
         ("if (lane / 2 >= absent) {", "if (false) {", EAGER),  # NaN behind the last key
         ("+ e / 2 * 8 >= count) scores[e]", "+ e / 2 * 8 > count) scores[e]", EAGER),
     ],
