@@ -264,7 +264,8 @@ def _compile(
             std=_LANGUAGE,
             fma=_CONTRACT,
             include_path=str(INCLUDE),
-            define_macro=[(macro, str(value)) for macro, value in defines.items()],
+            # An empty list is refused.
+            define_macro=[(macro, str(value)) for macro, value in defines.items()] or None,
             ptxas_options=list(_PTXAS_OPTIONS),
         )
         code = Program(source, code_type="c++", options=options).compile("cubin", logs=log).code

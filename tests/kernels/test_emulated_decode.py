@@ -232,8 +232,10 @@ def test_a_copy_that_is_not_waited_for_is_noticed() -> None:
     ("file", "old", "new", "schedule"),
     [
         (STREAM, "if constexpr (kTma) mbarrier_wait(barrier, parity);", "", LAZY),
-        (STREAM, " && block <= end_block) {", ") {", LAZY),  # what nobody waits for
-        (BOXES, "kBoxBytes : kBoxBytes);", "kBoxBytes : kBoxBytes / 2);", EAGER),
+        (BOXES, "(k_asked + v_asked) * kBoxBytes);", "2 * kBoxBytes);", EAGER),
+        (BOXES, "(k_asked + v_asked) * kBoxBytes);", "k_asked * kBoxBytes);", EAGER),
+        (BOXES, "if (!v_asked) clear(v_tile + offset);", "", EAGER),  # NaN
+        (BOXES, "    fence_async_proxy();\n", "", EAGER),
         (BOXES, "v_x(kBoxKeys)", "v_x(0)", EAGER),  # from before the tensor
         (BOXES, "const int x = past > 0 ? past : 0;", "const int x = 0;", EAGER),
         (BOXES, "v_x = x;", "v_x = 0;", EAGER),
@@ -255,6 +257,18 @@ def test_what_is_wrong_with_tma_is_noticed(
 
     with pytest.raises(AssertionError, match=r"that differ|deadlock:|fault:"):
         check()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        Edit(BOXES, "k_wanted && x < kBoxKeys", "k_wanted"),
+        Edit(BOXES, "v_asked = v_x < kBoxKeys", "v_asked = true"),
+    ],
+)
+def test_a_box_without_any_key_is_noticed(edit: Edit) -> None:
+    with pytest.raises(AssertionError, match="a box wholly outside of its tensor"):
+        streamed(problem_of(SMALL), whole=True, schedule=EAGER, edit=edit)
 
 
 @pytest.mark.parametrize(

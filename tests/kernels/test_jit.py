@@ -57,6 +57,11 @@ def test_second_build_comes_from_the_cache(tree: Path) -> None:
     assert len(entries(tree)) == 1  # and no temporary file
 
 
+def test_no_macros_need_to_be_defined(tree: Path) -> None:
+    (tree / "scale.cu").write_text(SOURCE.replace("FACTOR", "2"))
+    assert jit.compile_cubin("scale", arch="sm_80").code.startswith(b"\x7fELF")
+
+
 def test_log_tells_registers_and_spills(tree: Path) -> None:
     usage = build().usage()
     assert usage.registers > 0

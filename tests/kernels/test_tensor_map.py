@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -16,7 +15,7 @@ pytest.importorskip("cuda.core", reason="needs cuda-core to plan: pip install 'r
 from emulation.launches import prefill_plan_on
 from emulation.problems import Case, Problem, problem_of
 
-from rlbench.kernels.attention import launch, prefill, tensor_map
+from rlbench.kernels.attention import prefill, tensor_map
 from rlbench.kernels.attention.tensor_map import TensorMap, of_ends, of_keys, of_tiles, page_rows
 
 if TYPE_CHECKING:
@@ -234,18 +233,3 @@ def test_what_the_driver_refuses_is_an_error() -> None:
     it = map_of((100, 2, 128), (256, 128, 1))
     with pytest.raises(RuntimeError, match=r"INVALID_VALUE.* RLBENCH_ATTENTION_TMA=0"):
         tensor_map.encoded(it, 0x7F0000000008)
-
-
-@pytest.mark.usefixtures("driver_function")
-def test_parameters_are_where_the_driver_looks() -> None:
-    it = map_of((100, 2, 128), (256, 128, 1))
-    pointers, numbers = (0x7F0000000000, 0x7F0000010000), (-3, 2**40, 0.125)
-    launch._parameters.cache_clear()
-    address = launch._parameters(pointers, numbers, (it, it._replace(pointer=0))).address
-    places = (ctypes.c_void_p * 7).from_address(address)
-    words = [ctypes.string_at(place, 8) for place in places if place]
-    assert words[:5] == [struct.pack("<q", n) for n in (*pointers, *numbers[:2])] + [
-        struct.pack("<d", numbers[2])
-    ]
-    # Encoded in this order, by what the stand-in leaves.
-    assert words[5:] == [bytes([1]) * 8, bytes([2]) * 8]

@@ -148,7 +148,10 @@ def attention(
     if softmax_scale is None:
         softmax_scale = float(q.shape[-1]) ** -0.5
     if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if q.is_contiguous():
+            out = torch.empty_like(q)  # asking for the format takes half as long again
+        else:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
     entry(q)(
         q,
@@ -170,7 +173,8 @@ def attention(
 
 def _splits(k: Tensor, block_table: Tensor | None, max_seqlen_k: int | None) -> int:
     """No sequence has keys in more splits. Not the lengths: those change at every decode step."""
-    most = k.shape[0] if block_table is None else block_table.shape[-1] * k.shape[1]
+    shape = k.shape  # asked for once, because that takes longer than the rest of this
+    most = shape[0] if block_table is None else block_table.shape[-1] * shape[1]
     if max_seqlen_k is not None:
         most = min(most, max_seqlen_k)
-    return max(1, -(-most // split_keys(k.shape[-1])))
+    return max(1, -(-most // split_keys(shape[-1])))

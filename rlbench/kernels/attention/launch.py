@@ -1,4 +1,4 @@
-"""The way to the GPU that every source shares: loaded builds, planned launches, torch's streams."""
+"""The way to the GPU that every source shares: loaded builds, and planned launches."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import ctypes
 import functools
 import os
 import struct
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+
+import torch
+from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined,unused-ignore]
 
 from rlbench.kernels import jit
-from rlbench.kernels.attention.tensor_map import encoded
+from rlbench.kernels.attention.tensor_map import K, V, encoded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from cuda.core import Kernel, LaunchConfig, Stream
+    from cuda.core import Kernel, LaunchConfig
+    from torch import Tensor
 
-    from rlbench.kernels.attention.tensor_map import TensorMap
+    from rlbench.kernels.attention.tensor_map import Encoded, TensorMap
 
 SWITCH = "RLBENCH_ATTENTION_HOPPER"
 """Environment variable: 0 turns the kernels for Hopper off; the generic one then serves every call,
 with the same bits."""
-KEPT = 4096  # of plans and streams; more are forgotten all at once
+KEPT = 4096  # of plans, and of their maps' addresses
 
 
 class Build(Protocol):
@@ -120,71 +124,163 @@ def sms(device: int) -> int:
     return int(Device(device).properties.multiprocessor_count)
 
 
-def run(stream: Stream, launches: tuple[Launch, ...], pointers: tuple[int, ...]) -> None:
-    """Enqueue the launches on a stream of the current device."""
-    from cuda.core import launch
+class Runner:
+    """A plan, ready to be launched again and again."""
 
-    for each in launches:
-        if each.maps:
-            _launch_with_maps(stream, each, pointers)
-        else:
-            launch(stream, each.config, each.kernel, *pointers, *each.numbers)
+    def __init__(self, plan: Plan) -> None:
+        self.device, self._launches, self._work = plan
+        self.is_empty = not plan.launches
+        self.are_like: Callable[..., bool] = lambda *_: False
+        """Whether tensors are like those of the call that it was planned for; may say no if so."""
+        # What no thread is using just now: taking one and giving it back need no lock.
+        self._idle: list[_Parameters] = []
+
+    def __call__(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int,
+        cu_seqlens_q: int,
+        lengths_k: int,
+        block_table: int,
+    ) -> None:
+        """Enqueue the launches on the present stream of the plan's device, which is the current one.
+
+        The arguments are addresses.
+        """
+        try:
+            parameters = self._idle.pop()
+        except IndexError:
+            parameters = _Parameters(self._launches)
+        work = scratch(self._work) if self._work else None
+        work_pointer = 0 if work is None else work.data_ptr()
+        _POINTERS.pack_into(
+            parameters.pointers,
+            0,
+            *(q, k, v, out, lse, work_pointer, cu_seqlens_q, lengths_k, block_table),
+        )
+        # As torch.compile's code asks for it.
+        where = torch._C._cuda_getCurrentRawStream(self.device), k, v  # noqa: SLF001
+        if where != parameters.where:
+            parameters.move(*where)
+        launch = _launch_function()
+        for each in parameters.launches:
+            status = launch(*each.arguments)
+            if status != 0:
+                _fail(status, each.config)
+        self._idle.append(parameters)
 
 
-def _launch_with_maps(stream: Stream, launch: Launch, pointers: tuple[int, ...]) -> None:
-    """As cuda.core's launch(), which takes no structures but those that it has made itself."""
+def scratch(elements: int) -> Tensor:
+    """So many uninitialized fp32 elements on the current device."""
+    # What torch.compile's code calls; torch.empty() takes more than twice as long.
+    empty: Tensor = _empty_strided_cuda((elements,), (1,), torch.float32)
+    return empty
+
+
+def _fail(status: int, config: LaunchConfig) -> NoReturn:
     from cuda.bindings import driver
 
-    config, kernel, numbers, maps = launch
-    (status,) = driver.cuLaunchKernel(
-        int(kernel.handle),
-        *config.grid,
-        *config.block,
-        config.shmem_size,
-        int(stream.handle),
-        _parameters(pointers, numbers, maps).address,
-        0,
-    )
-    if int(status) != 0:
-        raise RuntimeError(f"cuLaunchKernel returns {status!r} for {config}")
+    raise RuntimeError(f"cuLaunchKernelEx returns {driver.CUresult(status)!r} for {config}")
 
 
-class _Parameters(NamedTuple):
-    """Where a kernel's parameters are, as the driver takes it: the address of their addresses."""
+_POINTERS = struct.Struct("=9Q")  # that all kernels begin with (parameters.cuh)
 
-    address: int
-    kept: tuple[object, ...]
-    """The memory that the addresses are of."""
+
+class _Parameters:
+    """Of all launches, where the driver is told to look; for one thread at a time. It copies them
+    when it is called."""
+
+    def __init__(self, launches: tuple[Launch, ...]) -> None:
+        self.pointers = ctypes.create_string_buffer(_POINTERS.size)
+        begin = ctypes.addressof(self.pointers)
+        places = range(begin, begin + _POINTERS.size, 8)
+        self.launches = tuple(_LaunchParameters(each, places) for each in launches)
+        self.where: tuple[int, int, int] | None = None
+
+    def move(self, stream: int, k: int, v: int) -> None:
+        """To that stream, and to keys and values there."""
+        for each in self.launches:
+            each.move(stream, k, v)
+        self.where = stream, k, v
+
+
+class _LaunchParameters:
+    def __init__(self, launch: Launch, pointers: range) -> None:
+        self.config, kernel, numbers, self.maps = launch
+        # Every parameter is 8 bytes wide: ints become int64, floats double.
+        types = "".join("d" if isinstance(number, float) else "q" for number in numbers)
+        words = struct.pack(f"={types}", *numbers)
+        self._numbers = ctypes.create_string_buffer(words, len(words))
+        begin = ctypes.addressof(self._numbers)
+        places = (*pointers, *range(begin, begin + len(words), 8), *(0 for _ in self.maps))
+        self._places = (ctypes.c_void_p * len(places))(*places)
+        self._driver_config = _Config.of(self.config)
+        self._encoded: tuple[Encoded, ...] = ()
+        addresses = (self._driver_config, self._places)
+        config, parameters = (ctypes.c_void_p(ctypes.addressof(each)) for each in addresses)
+        # Of cuLaunchKernelEx.
+        self.arguments = config, ctypes.c_void_p(int(kernel.handle)), parameters, None
+
+    def move(self, stream: int, k: int, v: int) -> None:
+        self._driver_config.stream = stream
+        if self.maps:
+            self._encoded = _encoded(self, k, v)  # kept as long as it may be launched
+            self._places[-len(self.maps) :] = [each.address for each in self._encoded]
 
 
 @functools.lru_cache(KEPT)
-def _parameters(
-    pointers: tuple[int, ...], numbers: tuple[int | float, ...], maps: tuple[TensorMap, ...]
-) -> _Parameters:
-    words = (*pointers, *numbers)
-    ready = [encoded(each, pointers[each.pointer]) for each in maps]
-    count = len(words) + len(ready)
-    memory = ctypes.create_string_buffer(8 * (len(words) + count))
-    begin = ctypes.addressof(memory)
-    end = begin + 8 * len(words)
-    places = *range(begin, end, 8), *(each.address for each in ready)
-    types = "".join("d" if isinstance(word, float) else "q" for word in words)
-    struct.pack_into(f"={types}{count}Q", memory, 0, *words, *places)
-    return _Parameters(end, (memory, ready))
+def _encoded(launch: _LaunchParameters, k: int, v: int) -> tuple[Encoded, ...]:
+    """The launch's maps of what is there. Found sooner than each map itself, whose hash takes long:
+    the layers of a model share their plans and have keys of their own."""
+    pointers = {K: k, V: v}
+    return tuple(encoded(each, pointers[each.pointer]) for each in launch.maps)
 
 
-_streams: dict[int, Stream] = {}
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("padding", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
 
 
-def stream_of(handle: int) -> Stream:
-    """Torch's stream of that handle, as `cuda.core.launch` takes it."""
-    found = _streams.get(handle)
-    if found is None:
-        from cuda.core import LEGACY_DEFAULT_STREAM, Stream
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
 
-        if len(_streams) >= KEPT:
-            _streams.clear()
-        # Torch's default stream has the handle 0, which is the legacy one.
-        found = LEGACY_DEFAULT_STREAM if handle == 0 else Stream.from_handle(handle)
-        _streams[handle] = found
-    return found
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+    @classmethod
+    def of(cls, config: LaunchConfig) -> _Config:
+        """Of what our plans have: clusters are in the sources."""
+        from cuda.bindings import driver
+
+        assert config.cluster is None
+        assert not config.is_cooperative
+        it = cls(config.grid, config.block, config.shmem_size)
+        if config.programmatic_stream_serialization:
+            serialization = (
+                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            )
+            it.attributes = ctypes.pointer(_Attribute(int(serialization), 0, 1))
+            it.attribute_count = 1
+        return it
+
+
+@functools.cache
+def _launch_function() -> Callable[..., int]:
+    """Not the one of cuda.bindings, which makes objects of everything at every call. Other threads
+    may run during the driver's call: it waits where too much has been enqueued."""
+    return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 from rlbench.kernels.attention import decode, generic, prefill, stream
 from rlbench.kernels.attention.checks import check
-from rlbench.kernels.attention.launch import KEPT, Plan, run, stream_of
+from rlbench.kernels.attention.launch import KEPT, Plan, Runner
 from rlbench.kernels.attention.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_plans: dict[tuple[object, ...], Plan] = {}
+_plans: dict[tuple[object, ...], Runner] = {}
+"""By kind and all that `check` looks at; and by kind alone, that of the last call of this kind."""
 
 
 def _forward(
@@ -33,75 +35,91 @@ def _forward(
     causal: bool,
     softmax_scale: float,
 ) -> None:
-    # Spelled out, because this is most of what a call costs: the key has whatever check() looks at.
-    key = (
-        q.shape,
-        q.stride(),
-        q.dtype,
-        q.device,
-        k.shape,
-        k.stride(),
-        k.dtype,
-        k.device,
-        v.shape,
-        v.stride(),
-        v.dtype,
-        v.device,
-        out.shape,
-        out.stride(),
-        out.dtype,
-        out.device,
-        cu_seqlens_q.shape,
-        cu_seqlens_q.stride(),
-        cu_seqlens_q.dtype,
-        cu_seqlens_q.device,
-        lse if lse is None else _signature(lse),
-        cu_seqlens_k if cu_seqlens_k is None else _signature(cu_seqlens_k),
-        block_table if block_table is None else _signature(block_table),
-        seqused_k if seqused_k is None else _signature(seqused_k),
+    # A kind of call is recognized by what else it takes and by its tensors, all of which one function
+    # of torch compares with those of the last call of this kind.
+    kind = (
         max_seqlen_q,
         splits,
         causal,
         softmax_scale,
+        lse is None,
+        cu_seqlens_k is None,
+        cu_seqlens_k is cu_seqlens_q,
+        block_table is None,
+        seqused_k is None,
     )
-    plan = _plans.get(key)
-    if plan is None:
+    tensors: tuple[Tensor, ...] = q, k, v, out, cu_seqlens_q
+    if lse is not None:
+        tensors += (lse,)
+    if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens_q:  # it takes none twice
+        tensors += (cu_seqlens_k,)
+    if block_table is not None:
+        tensors += (block_table,)
+    if seqused_k is not None:
+        tensors += (seqused_k,)
+    runner = _plans.get(kind)
+    if runner is None or not runner.are_like(*tensors):
         rest = (max_seqlen_q, splits, causal, softmax_scale)
-        check(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, *rest)
-        plan = _plan(Request(q, k, v, out, block_table, cu_seqlens_q.shape[0] - 1, *rest))
-        if len(_plans) >= KEPT:
-            _plans.clear()
-        _plans[key] = plan
+        checked = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k, *rest)
+        runner = _runner(kind, tensors, checked)
     pointers = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
     if (pointers[0] | pointers[1] | pointers[2] | pointers[3]) % 16 != 0:
         addresses = dict(zip(("q", "k", "v", "out"), map(hex, pointers), strict=True))
         raise ValueError(
             f"q, k, v and out must start on 16-byte boundaries; they are at {addresses}"
         )
-    device, launches, work_size = plan
-    if not launches:
+    if runner.is_empty:
         return
     lengths = cu_seqlens_k if block_table is None else seqused_k
     assert lengths is not None
-    work = torch.empty(work_size, dtype=torch.float32, device=q.device) if work_size else None
-    # Every parameter of the kernels is 8 bytes wide: ints become int64, floats double.
     arguments = (
         *pointers,
         0 if lse is None else lse.data_ptr(),
-        0 if work is None else work.data_ptr(),
         cu_seqlens_q.data_ptr(),
         lengths.data_ptr(),
         0 if block_table is None else block_table.data_ptr(),
     )
-    stream = stream_of(torch.cuda.current_stream(device).cuda_stream)
-    if device == torch.cuda.current_device():
-        run(stream, launches, arguments)
+    # What torch.cuda.current_device() asks for.
+    if runner.device == torch._C._cuda_getDevice():  # noqa: SLF001
+        runner(*arguments)
     else:
-        with torch.cuda.device(device):
-            run(stream, launches, arguments)
+        with torch.cuda.device(runner.device):
+            runner(*arguments)
+
+
+def _runner(
+    kind: tuple[object, ...], tensors: tuple[Tensor, ...], arguments: tuple[Any, ...]
+) -> Runner:
+    """Of a call that is not like the last one of its kind."""
+    key = (*kind, *map(_signature, tensors))
+    runner = _plans.get(key)
+    if runner is None:
+        check(*arguments)
+        q, k, v, out, _, cu_seqlens_q, _, block_table, _, *rest = arguments
+        sequences = cu_seqlens_q.shape[0] - 1
+        runner = Runner(_plan(Request(q, k, v, out, block_table, sequences, *rest)))
+        _keep(key, runner)
+    if not runner.are_like(*tensors):
+        runner.are_like = _comparison(tensors)
+    _keep(kind, runner)
+    return runner
+
+
+def _keep(key: tuple[object, ...], runner: Runner) -> None:
+    if len(_plans) >= 2 * KEPT:
+        _plans.clear()
+    _plans[key] = runner
+
+
+def _comparison(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
+    """What says whether others have the same sizes, strides, dtypes and devices (and are looked at
+    in the same way: not by inference mode, for one, if these are not)."""
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return guards.check
 
 
 def _signature(tensor: Tensor) -> tuple[object, ...]:
+    """Whatever `check` looks at."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 

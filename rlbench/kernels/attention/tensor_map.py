@@ -9,6 +9,10 @@ made to end where the copy says: with n rows in all, the map begins n rows early
 in two dimensions, x < n and y. A box at x = n - end + key, y = first + end is at row first + key,
 and leaves the tensor with key `end`. (FlashAttention-4 writes ragged outputs that way.) `of_ends` does
 so for boxes that end early one by one.
+
+What is before the tensor is never read, as long as some part of a box is in the map's dimensions. For
+a box wholly outside of them an H200 reads at the map's base address, which may be mapped to nothing:
+kernels must not ask for one (`tma.cuh`).
 """
 
 from __future__ import annotations

@@ -37,6 +37,11 @@ __device__ __forceinline__ void copy_async_if(bool wanted, unsigned shared, cons
       : "memory");
 }
 
+// Writes one chunk of zeros to shared memory, by ordinary means.
+__device__ __forceinline__ void write_zeros(unsigned shared) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
+}
+
 // Closes a group of copies: those that this thread started since the last group.
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -2,6 +2,7 @@
 // TMA: what key_stream.cuh does without.
 #pragma once
 
+#include "copy.cuh"
 #include "mbarrier.cuh"
 #include "numeric.cuh"
 #include "tma.cuh"
@@ -26,8 +27,9 @@ struct Divisor {
 //
 // Of the maps (tensor_map.of_ends) the dimensions are the elements of a panel, x < kBoxKeys,
 // panels, KV heads, and y: a box at x = kBoxKeys - n, y = row + n has n keys from `row` on, then
-// zeros, of which none are read. So absent keys, and V before the first block, need nothing but
-// coordinates.
+// zeros, for which nothing is read. A box without any key must not be asked for (tma.cuh): the warp
+// writes the zeros itself if it is V, also V before the first block. Absent scores are replaced,
+// whatever K they are from.
 template <int kHeadDim, int kBlockKeys, int kBoxKeys, bool kPaged>
 class KeyBoxes {
  public:
@@ -85,18 +87,30 @@ class KeyBoxes {
       next_v_y += row;
       row += kBlockKeys;
     }
-    if (is_elected()) {
-      mbarrier_arrive_expecting(barrier, k_wanted ? 2 * kBoxBytes : kBoxBytes);
-      const unsigned offset = warp * kBoxBytes;
-      if (k_wanted) copy_box(k_tile + offset, k_map, barrier, 0, x, 0, kv_head, k_y);
-      copy_box(v_tile + offset, v_map, barrier, 0, v_x, 0, kv_head, v_y);
+    const bool k_asked = k_wanted && x < kBoxKeys, v_asked = v_x < kBoxKeys;
+    const bool elected = is_elected();
+    const unsigned offset = warp * kBoxBytes;
+    if (elected) {
+      if (k_asked) copy_box(k_tile + offset, k_map, barrier, 0, x, 0, kv_head, k_y);
+      if (v_asked) copy_box(v_tile + offset, v_map, barrier, 0, v_x, 0, kv_head, v_y);
     }
+    if (!v_asked) clear(v_tile + offset);
+    // Arrives last, so that the zeros are there, too. Boxes may land before they are expected.
+    if (elected) mbarrier_arrive_expecting(barrier, (k_asked + v_asked) * kBoxBytes);
     v_x = x;
     v_y = next_v_y;
     key += kBlockKeys;
   }
 
  private:
+  // Zeros in the place of this warp's box, where a later one may come by TMA.
+  __device__ __forceinline__ void clear(unsigned box) const {
+#pragma unroll 4
+    for (int i = 0; i < kBoxBytes; i += 32 * kChunkBytes) write_zeros(box + i + lane * kChunkBytes);
+    fence_async_proxy();
+    __syncwarp();
+  }
+
   // The pages of 32 blocks at first, and then of 16, in the place of those that have been used.
   __device__ __forceinline__ void look_up() {
     if (step == 0 || static_cast<unsigned>(lane) / 16 != step / 16 % 2) {

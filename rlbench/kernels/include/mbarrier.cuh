@@ -56,7 +56,7 @@ __device__ __forceinline__ void mbarrier_wait_after(float result, unsigned barri
 }
 
 // Makes what was written to shared memory by ordinary means, and cp.async, visible to wgmma, and
-// barriers that were initialized to TMA.
+// barriers that were initialized to TMA, which may also write after that where it was.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -27,6 +27,10 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
 // Starts copying the box whose first element has these coordinates, the fastest first, to shared
 // memory, zeros for what is outside of the tensor. One thread asks for it; the bytes that have
 // arrived are counted towards the barrier.
+//
+// Some part of the box must be inside. For one that is wholly outside, in whatever dimension, an H200
+// reads at the map's base address, which is an illegal access if nothing is mapped there: maps of
+// tensor_map.of_ends and of_keys begin before their tensors.
 __device__ __forceinline__ void copy_box(unsigned shared, const TensorMap* map, unsigned barrier,
                                          int c0, int c1, int c2, int c3, int c4) {
   asm volatile(

@@ -115,6 +115,7 @@ struct Block {
   unsigned named_threads[16] = {};
   std::map<unsigned, Barrier> barriers;
   std::deque<Box> boxes;  // that have not arrived
+  std::map<unsigned, const Thread*> unfenced;  // writes, and whose they are
 };
 
 struct Cluster {
@@ -436,6 +437,16 @@ void barrier_wait(unsigned barrier, unsigned parity) {
   while (phase % 2 == parity) wait_for_change(phase, phase, "mbarrier_wait", barrier);
 }
 
+void write_zeros(unsigned shared) {
+  if (shared % 16 != 0) fault("a write to %u, which is not aligned", shared);
+  std::memset(shared_bytes(shared, 16), 0, 16);
+  block().unfenced[shared] = running;
+}
+
+void fence_writes() {
+  std::erase_if(block().unfenced, [](const auto& write) { return write.second == running; });
+}
+
 void start_copy(unsigned shared, const void* global, bool present) {
   if (shared % 16 != 0) fault("a copy to %u, which is not aligned", shared);
   shared_bytes(shared, 16);
@@ -466,9 +477,23 @@ void arrive_after_copies(unsigned barrier) {
   if (!launched.lazy) wait_copies(0);
 }
 
+void check_box(const TensorMap& map, const Coordinates& first) {
+  for (int d = 0; d < 5; ++d) {
+    const int64_t begin = first.of[d], end = begin + static_cast<int64_t>(map.box[d]);
+    if (end <= 0 || begin >= static_cast<int64_t>(map.shape[d])) {
+      fault("a box wholly outside of its tensor: %ld in dimension %d", begin, d);
+    }
+  }
+}
+
 void start_box(unsigned shared, const TensorMap& map, unsigned barrier, const Coordinates& first) {
+  check_box(map, first);
   size_t bytes = 2;
   for (const uint64_t size : map.box) bytes *= size;
+  const auto write = block().unfenced.lower_bound(shared);
+  if (write != block().unfenced.end() && write->first < shared + bytes) {
+    fault("a box to %u, where a write to %u has not been fenced", shared, write->first);
+  }
   const uint64_t row = map.box[0] * 2;
   if (row != 32 && row != 64 && row != 128) fault("a box of %zu bytes a row", row);
   if (shared % (row * 8) != 0) fault("a box to %u, where the swizzle does not begin", shared);

@@ -63,6 +63,10 @@ void barrier_wait(unsigned barrier, unsigned parity);
 // The phase is not complete before so many more bytes of boxes have arrived, too.
 void barrier_expect(unsigned barrier, unsigned bytes);
 
+// 16 bytes of zeros. A box must not be copied over them before this thread has fenced its writes.
+void write_zeros(unsigned shared);
+void fence_writes();
+
 // Asynchronous copies of 16 bytes, zeros if absent. Lazy ones happen no sooner than somebody has
 // waited for them.
 void start_copy(unsigned shared, const void* global, bool present);
@@ -82,6 +86,9 @@ struct TensorMap {
 struct Coordinates {
   int of[5];
 };
+
+// Of a box that a kernel may ask for, some part is inside of the tensor.
+void check_box(const TensorMap& map, const Coordinates& first);
 
 // Asynchronous copies of boxes, zeros outside of the tensor; lazy in the same way.
 void start_box(unsigned shared, const TensorMap& map, unsigned barrier, const Coordinates& first);

@@ -22,6 +22,8 @@ inline void copy_async_if(bool wanted, unsigned shared, const void* global, bool
   if (wanted) emulator::start_copy(shared, global, present);
 }
 
+inline void write_zeros(unsigned shared) { emulator::write_zeros(shared); }
+
 inline void copy_async_commit() { emulator::commit_copies(); }
 
 template <int kPending>

@@ -30,7 +30,7 @@ inline void named_barrier_arrive(int id, int threads) {
   emulator::named_arrive(id, static_cast<unsigned>(threads));
 }
 
-inline void fence_async_proxy() {}
+inline void fence_async_proxy() { emulator::fence_writes(); }
 inline void fence_barriers() {}
 
 template <int kRegisters>
