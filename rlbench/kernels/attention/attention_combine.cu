@@ -3,7 +3,6 @@
 // column. It starts while the decode kernel still runs, and waits for it.
 
 #include "cluster.cuh"
-#include "copy.cuh"
 #include "decode_task.cuh"
 #include "definition.cuh"
 #include "merge.cuh"
@@ -21,23 +20,18 @@ constexpr int kSplitKeys = kSplitBlocksOf<kHeadDim> * kBlockKeysOf<kHeadDim>;
 constexpr bool kPaged = PAGED != 0;
 using Element = ELEMENT;
 constexpr int kAtOnce = 16;  // splits
-constexpr int kChunks = kHeadDim * 4 / kChunkBytes;  // of a part's O
-constexpr int kStatsAt = kAtOnce * kHeadDim * 4;
-constexpr int kSharedBytes = kStatsAt + kAtOnce * kStats * 4;
 
-static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
+static_assert(SHARED_BYTES == 0, "SHARED_BYTES");
 
 // The parameters of the decode kernels. grid = sequences * heads.
 extern "C" __global__ void __launch_bounds__(kHeadDim)
     KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long splits_arg,
                 double scale_arg, double scale_log2_arg) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  float* parts = reinterpret_cast<float*>(memory);             // [split][column]
-  float* stats = reinterpret_cast<float*>(memory + kStatsAt);  // [split][kStats]
   const unsigned heads = static_cast<unsigned>(kv_heads_arg * group_arg);
   const unsigned sequence = blockIdx.x / heads;
   const unsigned head = blockIdx.x % heads;
   const int column = static_cast<int>(threadIdx.x);
+  const int lane = column % 32;
   const int q_row = cu_seqlens_q[sequence];
   if (cu_seqlens_q[sequence + 1] == q_row) return;
   const int k_length = kPaged ? lengths_k[sequence] : lengths_k[sequence + 1] - lengths_k[sequence];
@@ -47,43 +41,55 @@ extern "C" __global__ void __launch_bounds__(kHeadDim)
 
   const SplitParts<kHeadDim> left = {work, sequences_arg, splits_arg, heads};
   const float scale_log2 = static_cast<float>(scale_log2_arg);
-  float max = -kInfinity, sum[4] = {}, acc = 0.0f;  // what no key leaves: merging changes no bit
+  // From one split to the next.
+  const int columns_step = static_cast<int>(heads) * kHeadDim;
+  const int stats_step = static_cast<int>(heads) * kStats;
+  // What no key leaves: merging changes no bit. `sum` is the lane % 4-th of four.
+  float max = -kInfinity, sum = 0.0f, acc = 0.0f;
   // The first time round merges nothing with nothing: it brings the loop's code here while the
   // decode kernel is still at work.
 #pragma unroll 1
   for (int begin = -kAtOnce; begin < splits; begin += kAtOnce) {
     if (begin == 0) wait_for_previous_grid();
-    const int there = begin < 0 ? 0 : splits - begin < kAtOnce ? splits - begin : kAtOnce;
-    __syncthreads();  // what was here before has been read
-    // Past the caches for read-only data: it was written while this kernel was already there.
-#pragma unroll 1
-    for (int i = column; i < kAtOnce * kChunks; i += kHeadDim) {
-      const int split = i / kChunks;
-      const float* part = left.columns(sequence, begin + split, head);
-      copy_async(shared_address(memory) + i * kChunkBytes, part + i % kChunks * 4, split < there);
-    }
-    copy_async_commit();
-#pragma unroll 1
-    for (int i = column; i < kAtOnce * kStats; i += kHeadDim) {
-      const int split = i / kStats;
-      stats[i] = split < there
-                     ? __ldcg(left.stats(sequence, begin + split, head) + i % kStats)
-                     : i % kStats == 0 ? -kInfinity : 0.0f;
-    }
-    copy_async_wait_all();
-    __syncthreads();
-#pragma unroll 4
-    for (int i = 0; i < kAtOnce; ++i) {  // an absent part is of no key
-      const float* its = stats + i * kStats;
-      const MergeScales merged(max, its[0], scale_log2);
-      max = merged.max;
+    const int there = begin < 0 ? 0 : splits - begin;
+    // Past the caches for read-only data: it was written while this kernel was already there. An
+    // absent part is of no key.
+    float columns[kAtOnce], sums[kAtOnce];
+    const int mine = lane % kAtOnce;  // the split whose scales this lane finds
+    const float* column_of = left.columns(sequence, begin, head) + column;
+    const float* stats_of = left.stats(sequence, begin, head);
+    const float its = mine < there ? __ldcg(stats_of + mine * stats_step) : -kInfinity;
+    stats_of += 1 + lane % 4;
 #pragma unroll
-      for (int q = 0; q < 4; ++q) sum[q] = merged(sum[q], its[1 + q]);
-      acc = merged(acc, parts[i * kHeadDim + column]);
+    for (int i = 0; i < kAtOnce; ++i) {
+      columns[i] = i < there ? __ldcg(column_of) : 0.0f;
+      sums[i] = i < there ? __ldcg(stats_of) : 0.0f;
+      column_of += columns_step;
+      stats_of += stats_step;
+      asm volatile("" : "+l"(column_of), "+l"(stats_of));  // else each is computed anew
+    }
+    __syncwarp();  // nothing below is waited for before everything is asked for
+    // All scales at once: they follow from the largest score up to each split.
+    float up_to = its;
+#pragma unroll
+    for (int step = 1; step < kAtOnce; step *= 2) {
+      const float earlier = __shfl_sync(kFullWarp, up_to, lane - step);
+      if (mine >= step) up_to = fmaxf(up_to, earlier);
+    }
+    const float earlier = __shfl_sync(kFullWarp, up_to, lane - 1);
+    const MergeScales scales(mine > 0 ? fmaxf(max, earlier) : max, its, scale_log2);
+    max = __shfl_sync(kFullWarp, scales.max, kAtOnce - 1);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float old = __shfl_sync(kFullWarp, scales.old, i);
+      const float now = __shfl_sync(kFullWarp, scales.now, i);
+      sum = MergeScales::merge(sum, old, sums[i], now);
+      acc = MergeScales::merge(acc, old, columns[i], now);
     }
   }
 
-  const float total = __fadd_rn(__fadd_rn(sum[0], sum[1]), __fadd_rn(sum[2], sum[3]));
+  const float two = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, 1));
+  const float total = __fadd_rn(two, __shfl_xor_sync(kFullWarp, two, 2));
   const float inverse = inverse_of(total, impossible);
   out[q_row * out_row_stride + head * out_head_stride + column] =
       static_cast<unsigned short>(Element::pack(__fmaf_rn(acc, inverse, 0.0f), 0.0f));

@@ -21,10 +21,7 @@ class Variant(Family):
     name: ClassVar[str] = "combine"
     source: ClassVar[str] = "attention/attention_combine"
 
-    @property
-    def shared_bytes(self) -> int:
-        """Sixteen parts: O, a maximum and four sums of each."""
-        return 16 * (self.head_dim + 5) * 4
+    shared_bytes: ClassVar[int] = 0
 
 
 def variants() -> Iterator[Variant]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _CAPABILITIES = range(9, 12)  # from 12 on shared memory is too small
 _FULL = 0.9
-"""Of the GPU's room for thread blocks that whole sequences have to fill, else they are split."""
+"""Of the SMs, what whole sequences have to keep busy until the end, else they are split."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def takes_whole(request: Request) -> bool:
     """Whether a thread block takes all splits of a sequence, which saves merging them elsewhere:
     where whole sequences leave next to no SM idle at any time."""
     rows = request.decode_units // request.splits
-    room = sms(request.device) * Variant(*request.build).blocks_per_sm
+    room = sms(request.device)
     rounds = -(-rows // room)
     return request.splits == 1 or rows >= _FULL * rounds * room
 

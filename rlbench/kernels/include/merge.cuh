@@ -17,6 +17,10 @@ struct MergeScales {
   }
 
   __device__ __forceinline__ float operator()(float earlier, float later) const {
+    return merge(earlier, old, later, now);
+  }
+
+  static __device__ __forceinline__ float merge(float earlier, float old, float later, float now) {
     return __fmaf_rn(later, now, __fmul_rn(earlier, old));
   }
 };
