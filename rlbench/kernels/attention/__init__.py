@@ -145,8 +145,9 @@ def attention(
             f"max_seqlen_q is a {type(max_seqlen_q).__name__}; it must be an int: reading it from "
             "a tensor would wait for the GPU"
         )
+    shape = k.shape  # asked for once: that takes longer than what is done with it
     if softmax_scale is None:
-        softmax_scale = float(q.shape[-1]) ** -0.5
+        softmax_scale = float(shape[-1]) ** -0.5
     if out is None:
         if q.is_contiguous():
             out = torch.empty_like(q)  # asking for the format takes half as long again
@@ -164,16 +165,15 @@ def attention(
         block_table,
         seqused_k,
         max_seqlen_q,
-        _splits(k, block_table, max_seqlen_k),
+        _splits(shape, block_table, max_seqlen_k),
         causal,
         softmax_scale,
     )
     return out if lse is None else (out, lse)
 
 
-def _splits(k: Tensor, block_table: Tensor | None, max_seqlen_k: int | None) -> int:
+def _splits(shape: torch.Size, block_table: Tensor | None, max_seqlen_k: int | None) -> int:
     """No sequence has keys in more splits. Not the lengths: those change at every decode step."""
-    shape = k.shape  # asked for once, because that takes longer than the rest of this
     most = shape[0] if block_table is None else block_table.shape[-1] * shape[1]
     if max_seqlen_k is not None:
         most = min(most, max_seqlen_k)
