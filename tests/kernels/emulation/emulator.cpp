@@ -436,6 +436,10 @@ void barrier_wait(unsigned barrier, unsigned parity) {
   while (phase % 2 == parity) wait_for_change(phase, phase, "mbarrier_wait", barrier);
 }
 
+void barrier_is_over(unsigned barrier, unsigned parity) {
+  if (barrier_at(barrier).generation % 2 == parity) fault("an mbarrier has not got so far");
+}
+
 void start_copy(unsigned shared, const void* global, bool present) {
   if (shared % 16 != 0) fault("a copy to %u, which is not aligned", shared);
   shared_bytes(shared, 16);
