@@ -134,10 +134,33 @@ struct Turn {
         parity(static_cast<unsigned>(block) / kStages % 2) {}
 };
 
+// What is the same in all lanes, in a register from here on, instead of being computed again
+// wherever it is used.
+__device__ __forceinline__ unsigned kept(unsigned value) {
+  return __shfl_sync(kFullWarp, value, 0);
+}
+
+// A matrix, or several that lie behind one another. Its descriptor is kept if there are registers.
+class KeptMatrix {
+  unsigned shared, panel_stride, low;
+
+ public:
+  __device__ __forceinline__ KeptMatrix(unsigned shared, unsigned panel_stride)
+      : shared(shared), panel_stride(panel_stride) {
+    if constexpr (!kWide) low = kept(Matrix(shared, panel_stride).low);
+  }
+
+  // What begins so many bytes on.
+  __device__ __forceinline__ Matrix operator()(unsigned bytes) const {
+    Matrix matrix(shared + bytes, panel_stride);
+    if constexpr (!kWide) matrix.low = low + (bytes >> 4);
+    return matrix;
+  }
+};
+
 // Starts S = Q K^T for one warpgroup's 64 rows.
-__device__ __forceinline__ void start_scores(float (&scores)[kKeyTiles][4], unsigned q_rows,
-                                             unsigned k_tile) {
-  const Matrix q(q_rows, 16), k(k_tile, 16);
+__device__ __forceinline__ void start_scores(float (&scores)[kKeyTiles][4], const Matrix& q,
+                                             const Matrix& k) {
 #pragma unroll
   for (int d = 0; d < kHeadDim / 16; ++d) {
     Wgmma<Element, kKeyTiles>::scores(scores, q.descriptor(d / 4 * kQPanel + d % 4 * 32),
@@ -148,8 +171,7 @@ __device__ __forceinline__ void start_scores(float (&scores)[kKeyTiles][4], unsi
 // Starts O += P V, or O = P V.
 __device__ __forceinline__ void start_values(float (&acc)[kDimTiles][4],
                                              const unsigned (&weights)[kKeySteps][4],
-                                             unsigned v_tile, bool accumulate) {
-  const Matrix v(v_tile, kKeyPanel);
+                                             const Matrix& v, bool accumulate) {
 #pragma unroll
   for (int step = 0; step < kKeySteps; ++step) {
     Wgmma<Element, kDimTiles>::values(acc, weights[step], v.descriptor(step * 16 * 128),
@@ -245,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ unsigned char shared_memory[];
   const unsigned misaligned = shared_address(shared_memory) % kAlignment;
   unsigned char* aligned = shared_memory + (misaligned ? kAlignment - misaligned : 0);
-  const unsigned base = shared_address(aligned);
+  const unsigned base = kept(shared_address(aligned));
   const auto barrier = [&](int which, unsigned stage) {
     return base + kBarriers + (which * kStages + static_cast<int>(stage)) * 8;
   };
@@ -433,7 +455,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   // Through a shuffle, so that it is not converted again for every block.
   const float scale_log2 = __shfl_sync(kFullWarp, static_cast<float>(scale_log2_arg), 0);
   const long long all_heads = static_cast<long long>(kv_heads) * places.group;
-  const unsigned q_rows = base + kQTile + consumer * 64 * 128;
+  const KeptMatrix q_matrix(base + kQTile + consumer * 64 * 128, 16);
+  const KeptMatrix k_matrix(base + kKTiles, 16), v_matrix(base + kVTiles, kKeyPanel);
   const int next_consumer = consumer + 1 < kConsumers ? consumer + 1 : 0;
 
   if (kTurns && next_consumer == 0) named_barrier_arrive(1, kTurnThreads);  // the first one begins
@@ -455,7 +478,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     see_copies();
     keep_order(scores);
     wgmma_fence();
-    start_scores(scores, q_rows, base + kKTiles + turn.stage * kStageBytes);
+    start_scores(scores, q_matrix(0), k_matrix(turn.stage * kStageBytes));
     wgmma_commit();
   };
   const auto end_scores = [&](int blocks, int block) {
@@ -537,11 +560,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       keep_order(acc);
       keep_order(weights);
       wgmma_fence();
-      start_scores(scores, q_rows, base + kKTiles + turn.stage * kStageBytes);
+      start_scores(scores, q_matrix(0), k_matrix(turn.stage * kStageBytes));
       wgmma_commit();
       mbarrier_wait(barrier(kFullV, before.stage), before.parity);
       see_copies();
-      start_values(acc, weights, base + kVTiles + before.stage * kStageBytes, place > 0);
+      start_values(acc, weights, v_matrix(before.stage * kStageBytes), place > 0);
       wgmma_commit();
       if (kTurns) named_barrier_arrive(1 + next_consumer, kTurnThreads);
       wgmma_wait<1>();
@@ -570,7 +593,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     keep_order(acc);
     keep_order(weights);
     wgmma_fence();
-    start_values(acc, weights, base + kVTiles + turn.stage * kStageBytes, place > 0);
+    start_values(acc, weights, v_matrix(turn.stage * kStageBytes), place > 0);
     wgmma_commit();
     earlier_blocks += blocks;
     const auto end_values = [&]() {
