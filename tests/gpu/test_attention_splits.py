@@ -149,7 +149,11 @@ def with_ranks(ranks: int, request: Request) -> decode.Variant | None:
 
 @hopper
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SHAPES, (16, 1, 128), (20, 1, 64), (32, 8, 128)])
+@pytest.mark.parametrize(
+    "shape",
+    # Groups of which Q comes by TMA, and others; the last one only to three consumers.
+    [*SHAPES, (16, 1, 128), (20, 1, 64), (32, 8, 128), (4, 4, 256), (10, 2, 128), (6, 2, 64)],
+)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("page_size", [None, 16, 7])
 def test_prefill_kernel_has_the_generic_kernels_bits(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -27,6 +30,7 @@ from emulation.problems import (
     reference,
 )
 
+from rlbench.kernels.attention import tensor_map
 from rlbench.kernels.attention.request import BLOCK_KEYS, split_keys
 
 skip_where_it_cannot_run()
@@ -59,6 +63,7 @@ CASES = [
     case(256, torch.bfloat16, 16, 8, 1, causal=True),
 ]
 SMALL = CASES[1]._replace(lengths=((30, 300), (30, 200), (30, 30)), causal=True)
+Q_BY_TMA = SMALL._replace(head_dim=128, heads=4, page_size=None)
 PACKED = [case for case in CASES if case.page_size is None]
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -131,6 +136,49 @@ def test_even_sequences_have_these_bits_too(
     assert_same_bits(run(problem, plan, schedule), generic_result(problem.case))
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "group", "by_tma"),
+    [
+        *((64, None, group, True) for group in (1, 2, 3, 16)),  # of tiles of 192 rows
+        *((128, None, group, group not in (3, 5)) for group in (1, 2, 3, 4, 5, 8)),
+        *((64, 16, 3, False), (64, 16, 16, True), (256, None, 8, True), (256, 16, 4, True)),
+    ],
+)
+@pytest.mark.parametrize("schedule", [EAGER, LAZY_SHUFFLED], ids=str)
+def test_q_comes_by_tma_where_tiles_are_whole_positions(
+    head_dim: int, page_size: int | None, group: int, by_tma: bool, schedule: Schedule
+) -> None:
+    # Tiles end inside of sequences, at their ends and behind them, and behind the last one is nothing.
+    lengths = ((150, 150), (4, 0), (1, 90), (128 // group, 200), (33, 40))
+    problem = problem_of(
+        Case(head_dim, torch.bfloat16, page_size, 2 * group, 2, lengths, causal=True)
+    )
+    plan = prefill_plan(problem, 3, tma=True)
+    assert (tensor_map.Q in [it.pointer for it in plan.launches[0].maps]) == by_tma
+    assert_same_bits(run(problem, plan, schedule), generic_result(problem.case))
+
+
+def test_q_is_a_part_of_a_larger_tensor() -> None:
+    problem = problem_of(Q_BY_TMA)
+    rows, heads, head_dim = problem.request.q.shape
+    q = torch.full((rows, heads + 4, head_dim), math.nan, dtype=torch.bfloat16)[:, :heads]
+    q.copy_(problem.request.q)
+    part = replace(problem, request=replace(problem.request, q=q))
+    plan = prefill_plan(part, 2, tma=True)
+    assert len(plan.launches[0].maps) == 3
+    assert_same_bits(run(part, plan, LAZY_SHUFFLED), generic_result(Q_BY_TMA))
+
+
+def test_the_next_sequences_queries_do_not_matter() -> None:
+    problem = problem_of(Q_BY_TMA)
+    first = slice(Q_BY_TMA.lengths[0][0])
+    q = problem.request.q.clone(memory_format=torch.preserve_format)
+    q[first.stop :] = math.nan
+    poisoned = replace(problem, request=replace(problem.request, q=q))
+    result = run(poisoned, prefill_plan(poisoned, 2, tma=True), LAZY_SHUFFLED)
+    assert_same_bits(only(first, result), only(first, generic_result(Q_BY_TMA)))
+
+
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_more_keys_than_promised_are_nan(page_size: int | None) -> None:
     split = split_keys(64)
@@ -153,15 +201,16 @@ def test_more_keys_than_promised_are_nan(page_size: int | None) -> None:
     ("wait", "schedule"),
     [
         ("mbarrier_wait(empty_q, earlier_tiles % 2 ^ 1);", EAGER),
-        ("mbarrier_wait_after(sums, barrier(kFullV, turn.stage), turn.parity);", LAZY),
-        ("wgmma_wait<1>();", LAZY),
+        ("wgmma_wait<1>();\n      end_scores", LAZY),
+        ("wgmma_wait<1>();\n      end_values", LAZY),
+        ("wgmma_wait<0>();\n      end_scores(next", LAZY),
     ],
 )
 def test_a_missing_wait_is_noticed(wait: str, schedule: Schedule) -> None:
     problem = problem_of(SMALL)
-    edit = Edit("attention_prefill_sm90.cu", wait, "")
+    edit = Edit("attention_prefill_sm90.cu", wait, wait.partition(";\n")[2])
     want = generic_result(SMALL)
-    with pytest.raises(AssertionError, match=r"that differ|deadlock:"):
+    with pytest.raises(AssertionError, match=r"that differ|deadlock:|fault:"):
         assert_same_bits(run(problem, prefill_plan(problem, 1), schedule, edit), want)
 
 
@@ -169,15 +218,37 @@ def test_a_missing_wait_is_noticed(wait: str, schedule: Schedule) -> None:
     ("old", "new", "schedule"),
     [
         ("mbarrier_wait(empty_q, earlier_tiles % 2 ^ 1);", "", EAGER),
-        ("mbarrier_wait_after(sums, barrier(kFullV, turn.stage), turn.parity);", "", LAZY),
+        ("mbarrier_wait(barrier(kFullV, before.stage), before.parity);", "", LAZY),
+        ("mbarrier_wait(barrier(kFullV, turn.stage), turn.parity);", "", LAZY),
         ("mbarrier_wait(barrier(empty, turn.stage), turn.parity ^ 1);", "", EAGER),
         ("mbarrier_arrive_expecting(barrier(full", "mbarrier_arrive_expecting(barrier(empty", LAZY),
         ("turn.stage), kStageBytes);", "turn.stage), kStageBytes / 2);", EAGER),
-        ("copy_async_wait_all();\n      fence", "fence", LAZY),
+        ("copy_async_wait_all();\n        fence", "fence", LAZY),
     ],
 )
 def test_what_is_wrong_with_tma_is_noticed(old: str, new: str, schedule: Schedule) -> None:
     problem = problem_of(SMALL._replace(page_size=None))
+    edit = Edit("attention_prefill_sm90.cu", old, new)
+    with pytest.raises(AssertionError, match=r"that differ|deadlock:|fault:"):
+        assert_same_bits(
+            run(problem, prefill_plan(problem, 1, tma=True), schedule, edit),
+            generic_result(problem.case),
+        )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "schedule"),
+    [
+        ("mbarrier_wait(empty_q, earlier_tiles % 2 ^ 1);", "", EAGER),
+        ("mbarrier_wait(full_q, tile % 2);", "", LAZY),
+        ("mbarrier_arrive_expecting(full_q, kPanels * kQPanel);", "mbarrier_arrive(full_q);", LAZY),
+        ("kPanels * kQPanel);", "kQPanel);", EAGER),
+        ("if (tile_thread == 0) rows.note(note, blocks);", "", EAGER),
+        ("Note& note = notes[earlier_tiles % 2];", "Note& note = notes[0];", EAGER),
+    ],
+)
+def test_what_is_wrong_with_q_is_noticed(old: str, new: str, schedule: Schedule) -> None:
+    problem = problem_of(Q_BY_TMA)
     edit = Edit("attention_prefill_sm90.cu", old, new)
     with pytest.raises(AssertionError, match=r"that differ|deadlock:|fault:"):
         assert_same_bits(
@@ -197,7 +268,8 @@ def test_a_box_that_reaches_into_the_next_sequence_is_noticed() -> None:
 
 
 def test_a_stage_that_is_not_released_is_a_deadlock() -> None:
-    edit = Edit("attention_prefill_sm90.cu", "if (blocks == 1) release(empty_q);", "")
+    last = "if (block == blocks - 1) release(empty_q);"
+    edit = Edit("attention_prefill_sm90.cu", last, "if (block > 0) release(empty_q);")
     problem = problem_of(SMALL._replace(lengths=((2, 5), (2, 5))))
     with pytest.raises(AssertionError, match=r"deadlock:\n  block 0, threads 0 to 127: .*mbarrier"):
         run(problem, prefill_plan(problem, 1), EAGER, edit)

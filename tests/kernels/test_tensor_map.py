@@ -1,4 +1,4 @@
-"""Which packed keys TMA can copy, what their map says, and how the driver is told."""
+"""Which queries and keys TMA can copy, what their map says, and how the driver is told."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from emulation.launches import prefill_plan_on
 from emulation.problems import Case, Problem, problem_of
 
 from rlbench.kernels.attention import prefill, tensor_map
-from rlbench.kernels.attention.tensor_map import TensorMap, of_ends, of_keys, of_tiles, page_rows
+from rlbench.kernels.attention.tensor_map import (
+    TensorMap,
+    of_ends,
+    of_keys,
+    of_queries,
+    of_tiles,
+    page_rows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -173,23 +180,56 @@ def test_strides_of_single_ones_do_not_matter() -> None:
         assert map_of((1, 1, 128), (stride, stride, 1)).strides == (256, 128, 256, 256)
 
 
-def packed(page_size: int | None = None) -> Problem:
-    return problem_of(Case(64, torch.bfloat16, page_size, 2, 2, ((3, 40), (3, 40))))
+def test_map_of_queries() -> None:
+    qkv = keys((100, 20, 128), (20 * 128, 128, 1))
+    assert of_queries(0, qkv[:, :16], group=8, tile_rows=128) == TensorMap(
+        pointer=0,
+        shift=0,
+        shape=(64, 16, 100, 2, 1),
+        strides=(256, 20 * 256, 128, 256),
+        box=(64, 8, 16, 2, 1),
+    )
+    one = of_queries(0, keys((1, 1, 64), (0, 1, 1)), group=1, tile_rows=192)
+    assert one is not None
+    assert (one.strides, one.box) == ((128, 128, 128, 128), (64, 1, 192, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "group"),
+    [
+        ((10, 10, 64), (640, 64, 1), 5),  # a tile would begin inside of a position
+        ((10, 256, 64), (2**14, 64, 1), 256),  # or end there
+        ((10, 2, 64), (0, 64, 1), 1),
+        ((10, 2, 64), (128, 0, 1), 1),
+        ((10, 2, 64), (132, 64, 1), 1),
+        ((10, 2, 64), (2**39, 64, 1), 1),
+        ((0, 2, 64), (128, 64, 1), 1),
+    ],
+)
+def test_no_map_of_queries(shape: tuple[int, ...], strides: tuple[int, ...], group: int) -> None:
+    assert of_queries(0, keys(shape, strides), group, tile_rows=128) is None
+
+
+def packed(page_size: int | None = None, heads: int = 2) -> Problem:
+    return problem_of(Case(64, torch.bfloat16, page_size, heads, 2, ((3, 40), (3, 40))))
 
 
 def test_plan_uses_tma_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     def build_of(problem: Problem) -> prefill.Variant:
         (one,) = prefill_plan_on(problem, sms=1).launches
         assert isinstance(one.kernel, prefill.Variant)
-        assert [each.pointer for each in one.maps] == ([1, 2] if one.kernel.tma else [])
+        pointers = [0] if one.kernel.tma_q else []
+        assert [each.pointer for each in one.maps] == pointers + ([1, 2] if one.kernel.tma else [])
         return one.kernel
 
     problem = packed()
-    assert build_of(problem) == prefill.Variant(64, "Bf16", paged=False, tma=True)
-    assert build_of(packed(16)) == prefill.Variant(64, "Bf16", paged=True)
+    assert build_of(problem) == prefill.Variant(64, "Bf16", paged=False, tma=True, tma_q=True)
+    assert build_of(packed(heads=10)) == prefill.Variant(64, "Bf16", paged=False, tma=True)
+    assert build_of(packed(16)) == prefill.Variant(64, "Bf16", paged=True, tma_q=True)
+    assert build_of(packed(16, heads=10)) == prefill.Variant(64, "Bf16", paged=True)
     one_head = problem.request.v[:, :1].expand(-1, 2, -1)
     expanded = replace(problem, request=replace(problem.request, v=one_head))
-    assert build_of(expanded) == prefill.Variant(64, "Bf16", paged=False)
+    assert build_of(expanded) == prefill.Variant(64, "Bf16", paged=False, tma_q=True)
     monkeypatch.setenv(tensor_map.SWITCH, "0")
     assert build_of(problem) == prefill.Variant(64, "Bf16", paged=False)
 

@@ -9,12 +9,15 @@
 //
 // A thread block takes tiles of rows, (position, head in group) pairs, 64 for each consumer
 // warpgroup: one of each gridDim.x, the longest first. The producer runs ahead, into the
-// next tile, too. It copies Q, and K and V into two stages each, zeros for absent ones. A consumer
-// starts the next block's scores, then the last block's P V, and does its softmax while the latter
-// runs:
+// next tile, too. It copies Q, and K and V into two stages each, zeros for absent ones, and with Q a
+// note of what the tile is: the divisions that tell positions from heads are made once, while there
+// is time. Tiles without keys it writes itself. A consumer starts the next block's scores, then the
+// last block's P V, and does its softmax while the latter runs; and it writes a tile while the next
+// one's first scores are computed:
 //
-//     S(0); softmax(0);  for j = 1 ..: { start S(j); start O += P(j-1) V(j-1); wait S(j);
-//     softmax(j); wait O; rescale O; P(j) }  O += P(last) V(last)
+//     softmax(0);  for j = 1 ..: { start S(j); start O += P(j-1) V(j-1); wait S(j); softmax(j);
+//     wait O; rescale O; P(j) }  start O += P(last) V(last); start the next S(0); wait O; write O;
+//     wait S(0)
 //
 // Where j begins a split, O is merged with what waits instead of rescaled, and waits itself: in
 // shared memory, or at head dim 256, which leaves no room there, in global memory.
@@ -23,7 +26,9 @@
 // descriptors: Q and K along the sum's dimension, V across it.
 //
 // Packed keys can come by TMA: a block of K or V is one box of a tensor map, which one thread asks
-// for. Everything else comes by cp.async, a chunk at a time. Both write the same bytes.
+// for. So can Q where a tile is whole positions. What a box has beyond the end of a sequence is
+// another one's rows, or zeros: nobody writes what becomes of them. Everything else comes by
+// cp.async, a chunk at a time. Both write the same bytes.
 
 #include "copy.cuh"
 #include "definition.cuh"
@@ -38,7 +43,7 @@
 #include "wgmma.cuh"
 
 // The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), TMA (0, 1),
-// CONSUMERS (2, 3), SHARED_BYTES (what the launch reserves), KERNEL_NAME.
+// TMA_Q (0, 1), CONSUMERS (2, 3), SHARED_BYTES (what the launch reserves), KERNEL_NAME.
 
 using namespace rlbench;
 
@@ -46,7 +51,8 @@ constexpr int kHeadDim = HEAD_DIM;
 constexpr int kBlockKeys = kBlockKeysOf<kHeadDim>;
 constexpr int kSplitBlocks = kSplitBlocksOf<kHeadDim>;
 constexpr bool kPaged = PAGED != 0;
-constexpr bool kTma = TMA != 0;
+constexpr bool kTma = TMA != 0;      // for K and V
+constexpr bool kTmaQ = TMA_Q != 0;
 using Element = ELEMENT;
 
 constexpr int kConsumers = CONSUMERS;                // warpgroups
@@ -71,7 +77,9 @@ constexpr bool kWaitsHere = kHeadDim <= 128;
 constexpr int kWaitingTile = kVTiles + kStages * kStageBytes;
 // A thread's float4s of O, and of its rows' maxima and sums, for which registers have to do else.
 constexpr int kWaiting = kDimTiles + (kHeadDim == 128 ? 0 : 1);
-constexpr int kBarriers = kWaitingTile + (kWaitsHere ? kConsumerThreads * kWaiting * 16 : 0);
+using Note = TileNote<kTileRows>;
+constexpr int kNotes = kWaitingTile + (kWaitsHere ? kConsumerThreads * kWaiting * 16 : 0);
+constexpr int kBarriers = kNotes + 2 * static_cast<int>(sizeof(Note));
 constexpr int kAlignment = 1024;                     // of what descriptors name
 constexpr int kSharedBytes = kBarriers + (4 * kStages + 2) * 8 + kAlignment;
 
@@ -83,14 +91,20 @@ static_assert(kKeyPanel % kAlignment == 0 && kQPanel % kAlignment == 0, "panels 
 // registers that nobody gives.
 static_assert(kConsumers == 2 || (kConsumers == 3 && kTma), "registers for consumers");
 constexpr bool kWide = kHeadDim == 256;  // consumers need more, and the producer less
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kTma ? 24 : kWide ? 40 : 56;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kTma ? 240 : kWide ? 232 : 224;
+constexpr int kProducerRegisters = kConsumers == 3    ? 32
+                                   : !kTma            ? (kWide ? 40 : 56)
+                                   : kTmaQ || kWide   ? 24
+                                                      : 40;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : (504 - kProducerRegisters) / 2;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                   (1 + kConsumers) * (65536 / kThreads / 8 * 8),
               "the launch's registers");
 
-// The producer's warps that copy Q, and arrivals at a barrier when a block of K or V is there.
-constexpr int kQWarps = kTma ? 3 : 4;
+// The producer's warps that prepare tiles, and arrivals at barriers when Q, or a block of K or V, is
+// there: each warp arrives once, and where the barrier waits for copies, each thread does.
+constexpr int kTileWarps = kTma ? 3 : 4;
+constexpr int kTileThreads = 32 * kTileWarps;
+constexpr int kTileArrivals = kTileWarps + (kTmaQ || kTma ? 0 : kTileThreads);
 constexpr int kKeyArrivals = kTma ? 1 : 128;
 
 // Whether the consumers start their products in turns, so that one's softmax runs under another's
@@ -120,10 +134,33 @@ struct Turn {
         parity(static_cast<unsigned>(block) / kStages % 2) {}
 };
 
+// What is the same in all lanes, in a register from here on, instead of being computed again
+// wherever it is used.
+__device__ __forceinline__ unsigned kept(unsigned value) {
+  return __shfl_sync(kFullWarp, value, 0);
+}
+
+// A matrix, or several that lie behind one another. Its descriptor is kept if there are registers.
+class KeptMatrix {
+  unsigned shared, panel_stride, low;
+
+ public:
+  __device__ __forceinline__ KeptMatrix(unsigned shared, unsigned panel_stride)
+      : shared(shared), panel_stride(panel_stride) {
+    if constexpr (!kWide) low = kept(Matrix(shared, panel_stride).low);
+  }
+
+  // What begins so many bytes on.
+  __device__ __forceinline__ Matrix operator()(unsigned bytes) const {
+    Matrix matrix(shared + bytes, panel_stride);
+    if constexpr (!kWide) matrix.low = low + (bytes >> 4);
+    return matrix;
+  }
+};
+
 // Starts S = Q K^T for one warpgroup's 64 rows.
-__device__ __forceinline__ void start_scores(float (&scores)[kKeyTiles][4], unsigned q_rows,
-                                             unsigned k_tile) {
-  const Matrix q(q_rows, 16), k(k_tile, 16);
+__device__ __forceinline__ void start_scores(float (&scores)[kKeyTiles][4], const Matrix& q,
+                                             const Matrix& k) {
 #pragma unroll
   for (int d = 0; d < kHeadDim / 16; ++d) {
     Wgmma<Element, kKeyTiles>::scores(scores, q.descriptor(d / 4 * kQPanel + d % 4 * 32),
@@ -134,14 +171,15 @@ __device__ __forceinline__ void start_scores(float (&scores)[kKeyTiles][4], unsi
 // Starts O += P V, or O = P V.
 __device__ __forceinline__ void start_values(float (&acc)[kDimTiles][4],
                                              const unsigned (&weights)[kKeySteps][4],
-                                             unsigned v_tile, bool accumulate) {
-  const Matrix v(v_tile, kKeyPanel);
+                                             const Matrix& v, bool accumulate) {
 #pragma unroll
   for (int step = 0; step < kKeySteps; ++step) {
     Wgmma<Element, kDimTiles>::values(acc, weights[step], v.descriptor(step * 16 * 128),
                                       accumulate || step > 0);
   }
 }
+
+using Rows = TileRows<kTileRows, kPaged>;
 
 // Which tile a thread block's n-th place stands for. Late tiles see the most keys under the causal
 // mask, so they come first.
@@ -151,9 +189,8 @@ struct Places {
 
   __device__ __forceinline__ unsigned count() const { return tiles * others; }
 
-  __device__ __forceinline__ TileRows<kTileRows, kPaged> operator()(unsigned place,
-                                                                   const int* cu_seqlens_q,
-                                                                   const int* lengths_k) const {
+  __device__ __forceinline__ Rows operator()(unsigned place, const int* cu_seqlens_q,
+                                             const int* lengths_k) const {
     return {tiles - 1 - place / others, place % others % kv_heads, place % others / kv_heads,
             kv_heads, group, cu_seqlens_q, lengths_k, causal};
   }
@@ -172,40 +209,65 @@ struct Deal {
 };
 
 // Key blocks that some row of the tile sees.
-__device__ __forceinline__ int blocks_of(const TileRows<kTileRows, kPaged>& rows) {
+__device__ __forceinline__ int blocks_of(const Rows& rows) {
   const int limit = rows.limit(kTileRows - 1);
   return limit > 0 ? (limit + kBlockKeys - 1) / kBlockKeys : 0;
 }
 
 // Those that are loaded: none where a row's result would have to wait and there is no room.
-__device__ __forceinline__ int blocks_loaded(const TileRows<kTileRows, kPaged>& rows,
-                                             bool can_wait) {
+__device__ __forceinline__ int blocks_loaded(const Rows& rows, bool can_wait) {
   const int blocks = rows.count > 0 ? blocks_of(rows) : 0;
   return can_wait || blocks <= kSplitBlocks ? blocks : 0;
 }
 
-// Before wgmma reads what a barrier has announced. With TMA the producer has seen to it.
+// What comes of a tile without blocks: nothing, or NaN where there should have been some.
+__device__ __forceinline__ void write_nothing(const Rows& rows, unsigned short* out,
+                                              long long row_stride, long long head_stride,
+                                              float* lse, int thread) {
+  const bool impossible = rows.count > 0 && blocks_of(rows) > 0;
+  const float value = impossible ? kNan : 0.0f;
+  const unsigned pair = Element::pack(value, value);
+#pragma unroll 1
+  for (int row = thread; row < rows.count; row += kTileThreads) {
+    uint4* target = reinterpret_cast<uint4*>(out + rows.offset(row, row_stride, head_stride));
+#pragma unroll 1
+    for (int chunk = 0; chunk < kHeadDim / 8; ++chunk) {
+      target[chunk] = make_uint4(pair, pair, pair, pair);
+    }
+    if (lse != nullptr) lse[rows.offset(row, rows.heads(), 1)] = impossible ? kNan : -kInfinity;
+  }
+}
+
+// Before wgmma reads what a barrier has announced. With TMA there is nothing to do, or the producer
+// has done it.
 __device__ __forceinline__ void see_copies() {
   if constexpr (!kTma) fence_async_proxy();
 }
 
-// Of K and V (tensor_map.py): the dimensions are the elements of a panel, keys, the last of which is
-// the tile's, panels, KV heads, and where in the tensor the tile's keys end.
-#if TMA
-#define MAPS , const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map
+// Of Q (tensor_map.py): the dimensions are the elements of a panel, heads, rows, and panels.
+#if TMA_Q
+#define Q_MAP , const __grid_constant__ TensorMap q_map
 #else
-#define MAPS
+#define Q_MAP
+#endif
+
+// Of K and V: the elements of a panel, keys, the last of which is the tile's, panels, KV heads, and
+// where in the tensor the tile's keys end.
+#if TMA
+#define KEY_MAPS , const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map
+#else
+#define KEY_MAPS
 #endif
 
 // work: [grid, kConsumerThreads, kDimTiles + 1, 4], see waiting.cuh. Where O waits in shared memory,
 // it only says that rows may have to wait.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long tiles_arg,
-                long long causal_arg, double scale_arg, double scale_log2_arg MAPS) {
+                long long causal_arg, double scale_arg, double scale_log2_arg Q_MAP KEY_MAPS) {
   extern __shared__ unsigned char shared_memory[];
   const unsigned misaligned = shared_address(shared_memory) % kAlignment;
   unsigned char* aligned = shared_memory + (misaligned ? kAlignment - misaligned : 0);
-  const unsigned base = shared_address(aligned);
+  const unsigned base = kept(shared_address(aligned));
   const auto barrier = [&](int which, unsigned stage) {
     return base + kBarriers + (which * kStages + static_cast<int>(stage)) * 8;
   };
@@ -229,11 +291,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(barrier(kEmptyK, stage), kConsumerThreads / 32);
       mbarrier_init(barrier(kEmptyV, stage), kConsumerThreads / 32);
     }
-    mbarrier_init(full_q, 32 * kQWarps);
+    mbarrier_init(full_q, kTileArrivals);
     mbarrier_init(empty_q, kConsumerThreads / 32);
-    if constexpr (kTma) fence_async_proxy();
+    if constexpr (kTma || kTmaQ) fence_async_proxy();
   }
   __syncthreads();
+
+  Note* const notes = reinterpret_cast<Note*>(aligned + kNotes);  // of a tile and the next one
 
   // Blocks of keys, and tiles with any, that this thread block has had before the present tile.
   int earlier_blocks = 0;
@@ -242,21 +306,74 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (warp < 4) {
     // --- the producer ----------------------------------------------------------------------------
     give_registers<kProducerRegisters>();
-    const auto copy_q = [&](const TileRows<kTileRows, kPaged>& rows) {
-      mbarrier_wait(empty_q, earlier_tiles % 2 ^ 1);  // at first there is no wait
+    const int tile_warp = warp - (4 - kTileWarps);
+    const int tile_thread = tile_warp * 32 + lane;
+    // Waits until nobody reads the last Q: then nobody reads the note of the tile before it either.
+    const auto await_free_q = [&]() { mbarrier_wait(empty_q, earlier_tiles % 2 ^ 1); };
+#if TMA_Q
+    if (tile_warp == 0 && is_elected()) prefetch_tensor_map(&q_map);
+    // Of a warp, once it has noted its rows.
+    const auto bring_q = [&](const Rows& rows, int first_place) {
+      __syncwarp();
+      if (!is_elected()) return;
+      if (tile_warp != 0) {
+        mbarrier_arrive(full_q);
+      } else {
+        mbarrier_arrive_expecting(full_q, kPanels * kQPanel);
+        copy_box(base + kQTile, &q_map, full_q, 0, static_cast<int>(rows.kv_head * rows.group),
+                 first_place, 0, 0);
+      }
+    };
+#else
+    const auto bring_q = [&](const Rows& rows, int) {
 #pragma unroll 1
-      for (int part = warp - (4 - kQWarps); part < kTileRows / kWarpRows; part += kQWarps) {
+      for (int part = tile_warp; part < kTileRows / kWarpRows; part += kTileWarps) {
         rows.copy_q<kHeadDim, QTile>(base + kQTile, q, q_row_stride, q_head_stride,
                                      part * kWarpRows, lane);
       }
+      if constexpr (kTma) {
+        copy_async_wait_all();
+        fence_async_proxy();
+      } else {
+        mbarrier_arrive_after_copies(full_q);
+      }
+      __syncwarp();
+      if (is_elected()) mbarrier_arrive(full_q);
+    };
+#endif
+    // A note, and Q, for the consumers.
+    const auto announce = [&](const Rows& rows, int blocks) {
+      constexpr int kOwn = (kTileRows + kTileThreads - 1) / kTileThreads;
+      int own[kOwn];  // made while there is time
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) own[i] = rows.place(tile_thread + i * kTileThreads);
+      const int first_place = rows.place(0);
+      await_free_q();
+      Note& note = notes[earlier_tiles % 2];
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const int row = tile_thread + i * kTileThreads;
+        if (row < kTileRows) note.places[row] = own[i];
+      }
+      if (tile_thread == 0) rows.note(note, blocks);
+      bring_q(rows, first_place);
+      ++earlier_tiles;
+    };
+    // A note that there are no more tiles.
+    const auto announce_end = [&]() {
+      await_free_q();
+      if (tile_thread == 0) notes[earlier_tiles % 2].blocks = 0;
+      if constexpr (!kTma && !kTmaQ) mbarrier_arrive(full_q);  // where copies do
+      __syncwarp();
+      if (is_elected()) mbarrier_arrive(full_q);
     };
 #if TMA
     if (warp == 0) {
-      if (lane != 0) return;
+      if (!is_elected()) return;
       prefetch_tensor_map(&k_map);
       prefetch_tensor_map(&v_map);
       for (Deal deal; deal.place < places.count(); deal.next()) {
-        const TileRows<kTileRows, kPaged> rows = places(deal.place, cu_seqlens_q, lengths_k);
+        const Rows rows = places(deal.place, cu_seqlens_q, lengths_k);
         const int blocks = blocks_loaded(rows, work != nullptr);
         if (blocks == 0) continue;
         const int end = rows.limit(kTileRows - 1);
@@ -281,23 +398,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
       return;
     }
-    // Other warps copy Q, so that neither waits for the other's stages.
+    // Other warps prepare tiles, so that neither waits for the other's stages.
     for (Deal deal; deal.place < places.count(); deal.next()) {
-      const TileRows<kTileRows, kPaged> rows = places(deal.place, cu_seqlens_q, lengths_k);
-      if (blocks_loaded(rows, work != nullptr) == 0) continue;
-      copy_q(rows);
-      copy_async_wait_all();
-      fence_async_proxy();
-      mbarrier_arrive(full_q);
-      ++earlier_tiles;
+      const Rows rows = places(deal.place, cu_seqlens_q, lengths_k);
+      const int blocks = blocks_loaded(rows, work != nullptr);
+      if (blocks == 0) {
+        write_nothing(rows, out, out_row_stride, out_head_stride, lse, tile_thread);
+      } else {
+        announce(rows, blocks);
+      }
     }
+    announce_end();
 #else
     const Strides k_strides = {k_page_stride, k_row_stride, k_head_stride};
     const Strides v_strides = {v_page_stride, v_row_stride, v_head_stride};
     for (Deal deal; deal.place < places.count(); deal.next()) {
-      const TileRows<kTileRows, kPaged> rows = places(deal.place, cu_seqlens_q, lengths_k);
+      const Rows rows = places(deal.place, cu_seqlens_q, lengths_k);
       const int blocks = blocks_loaded(rows, work != nullptr);
-      if (blocks == 0) continue;
+      if (blocks == 0) {
+        write_nothing(rows, out, out_row_stride, out_head_stride, lse, tile_thread);
+        continue;
+      }
       const unsigned short* k_head = k + rows.kv_head * k_strides.head;
       const unsigned short* v_head = v + rows.kv_head * v_strides.head;
       Keys keys;
@@ -305,8 +426,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       keys.page_size = static_cast<unsigned>(page_size_arg);
       keys.first_row = rows.k_begin;
       keys.end = rows.limit(kTileRows - 1);
-      copy_q(rows);
-      mbarrier_arrive_after_copies(full_q);
+      announce(rows, blocks);
       for (int block = 0; block < blocks; ++block) {
         const Turn turn(earlier_blocks + block);
         const unsigned offset = turn.stage * kStageBytes;
@@ -320,8 +440,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         mbarrier_arrive_after_copies(barrier(kFullV, turn.stage));
       }
       earlier_blocks += blocks;
-      ++earlier_tiles;
     }
+    announce_end();
     copy_async_wait_all();  // before the block's shared memory can go to another
 #endif
     return;
@@ -334,7 +454,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const unsigned thread = threadIdx.x - 128;
   // Through a shuffle, so that it is not converted again for every block.
   const float scale_log2 = __shfl_sync(kFullWarp, static_cast<float>(scale_log2_arg), 0);
-  const unsigned q_rows = base + kQTile + consumer * 64 * 128;
+  const long long all_heads = static_cast<long long>(kv_heads) * places.group;
+  const KeptMatrix q_matrix(base + kQTile + consumer * 64 * 128, 16);
+  const KeptMatrix k_matrix(base + kKTiles, 16), v_matrix(base + kVTiles, kKeyPanel);
   const int next_consumer = consumer + 1 < kConsumers ? consumer + 1 : 0;
 
   if (kTurns && next_consumer == 0) named_barrier_arrive(1, kTurnThreads);  // the first one begins
@@ -344,33 +466,52 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (lane == 0) mbarrier_arrive(empty);
   };
 
-  for (Deal deal; deal.place < places.count(); deal.next()) {
-    // Computed again where it is needed, from a place that the compiler does not recognize: the
-    // registers are worth more than the time.
-    const auto tile_rows = [&]() {
-      unsigned same = deal.place;
-      asm volatile("" : "+r"(same));
-      return places(same, cu_seqlens_q, lengths_k);
-    };
-    int seen, whole;  // blocks; those that every row of the warp sees in full
-    {
-      const TileRows<kTileRows, kPaged> rows = tile_rows();
-      if (rows.count == 0) continue;
-      seen = blocks_of(rows);
-      whole = rows.limit(warp_row) / kBlockKeys;
-    }
-    // Without room to wait in, a row with more keys than a split has no result, and says so.
-    const int blocks = work == nullptr && seen > kSplitBlocks ? 0 : seen;
+  float scores[kKeyTiles][4];
+  // Waits for a tile: the number of its blocks, or 0 if there is none.
+  const auto await_tile = [&](unsigned tile) {
+    mbarrier_wait(full_q, tile % 2);
+    return notes[tile % 2].blocks;
+  };
+  const auto start_first_scores = [&]() {
+    const Turn turn(earlier_blocks);
+    mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
+    see_copies();
+    keep_order(scores);
+    wgmma_fence();
+    start_scores(scores, q_matrix(0), k_matrix(turn.stage * kStageBytes));
+    wgmma_commit();
+  };
+  const auto end_scores = [&](int blocks, int block) {
+    keep_order(scores);
+    release(barrier(kEmptyK, Turn(earlier_blocks + block).stage));
+    if (block == blocks - 1) release(empty_q);
+  };
 
+  int blocks = await_tile(0);
+  if (blocks > 0) {
+    start_first_scores();
+    wgmma_wait<0>();
+    end_scores(blocks, 0);
+  }
+  while (blocks > 0) {
+    const NotedRows<kTileRows> rows(notes[earlier_tiles % 2], places.group, all_heads,
+                                    places.causal);
+    // What follows from the lane is computed again where it is needed: the registers are worth more
+    // than the time.
+    const auto same_lane = [&]() {
+      int same = lane;
+      asm volatile("" : "+r"(same));
+      return same;
+    };
+    const int whole = rows.limit(warp_row) / kBlockKeys;  // blocks that all the warp's rows see
     SoftmaxRows softmax;
-    float scores[kKeyTiles][4];
     float acc[kDimTiles][4] = {};
     float rescale[2];
     unsigned weights[kKeySteps][4];
 
     // Raw scores to weights; `rescale` is what O has to be multiplied by, if so.
     const auto weigh = [&](int block) {
-      if (block >= whole) tile_rows().hide(scores, block * kBlockKeys, warp_row, lane);
+      if (block >= whole) rows.hide(scores, block * kBlockKeys, warp_row, same_lane());
       return softmax.block_if_changed(scores, scale_log2, rescale);
     };
     float4 waiting_rows;  // maxima and sums, where they wait in registers
@@ -388,10 +529,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
     };
     // Between the softmax and the wait for the products that it runs under, since ptxas would put
-    // that wait first; but it moves nothing past a loop, and this one takes the sums.
-    const auto await_v = [&](const Turn& turn) {
+    // that wait first; but it moves nothing past a loop, and this one takes the sums. It never turns:
+    // the barrier's phase is over, and stays so until V is released.
+    const auto hold_products = [&](const Turn& turn) {
       const float sums = __fadd_rn(softmax.sum[0], softmax.sum[1]);
-      mbarrier_wait_after(sums, barrier(kFullV, turn.stage), turn.parity);
+      mbarrier_hold_until(sums, barrier(kFullV, turn.stage), turn.parity);
     };
     const auto round_weights = [&]() {
 #pragma unroll
@@ -405,22 +547,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
     };
 
-    if (blocks > 0) {
-      const Turn turn(earlier_blocks);
-      mbarrier_wait(full_q, earlier_tiles % 2);
-      mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
-      see_copies();
-      wgmma_fence();
-      start_scores(scores, q_rows, base + kKTiles + turn.stage * kStageBytes);
-      wgmma_commit();
-      wgmma_wait<0>();
-      keep_order(scores);
-      release(barrier(kEmptyK, turn.stage));
-      if (blocks == 1) release(empty_q);
-      weigh(0);
-      round_weights();
-      await_v(turn);
-    }
+    weigh(0);
+    round_weights();
     int place = 0;  // in its split, of the block whose weights there are
     for (int block = 1; block < blocks; ++block) {
       const Turn turn(earlier_blocks + block);
@@ -432,22 +560,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       keep_order(acc);
       keep_order(weights);
       wgmma_fence();
-      start_scores(scores, q_rows, base + kKTiles + turn.stage * kStageBytes);
+      start_scores(scores, q_matrix(0), k_matrix(turn.stage * kStageBytes));
       wgmma_commit();
-      start_values(acc, weights, base + kVTiles + before.stage * kStageBytes, place > 0);
+      mbarrier_wait(barrier(kFullV, before.stage), before.parity);
+      see_copies();
+      start_values(acc, weights, v_matrix(before.stage * kStageBytes), place > 0);
       wgmma_commit();
       if (kTurns) named_barrier_arrive(1 + next_consumer, kTurnThreads);
       wgmma_wait<1>();
-      keep_order(scores);
-      release(barrier(kEmptyK, turn.stage));
-      if (block == blocks - 1) release(empty_q);
+      end_scores(blocks, block);
       // With a new split, what was before waits, and weights are relative to nothing.
       const bool splits = place == kSplitBlocks - 1;
       place = splits ? 0 : place + 1;
       SoftmaxRows ended = softmax;
       if (splits) softmax = SoftmaxRows();
       const bool changed = weigh(block);
-      await_v(turn);
+      hold_products(before);
       wgmma_wait<0>();
       keep_order(acc);
       keep_order(weights);
@@ -459,24 +587,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         rescale_all(acc, rescale);
       }
     }
-    if (blocks > 0) {
-      const Turn turn(earlier_blocks + blocks - 1);
-      see_copies();
-      keep_order(acc);
-      keep_order(weights);
-      wgmma_fence();
-      start_values(acc, weights, base + kVTiles + turn.stage * kStageBytes, place > 0);
-      wgmma_commit();
-      wgmma_wait<0>();
+    const Turn turn(earlier_blocks + blocks - 1);
+    mbarrier_wait(barrier(kFullV, turn.stage), turn.parity);
+    see_copies();
+    keep_order(acc);
+    keep_order(weights);
+    wgmma_fence();
+    start_values(acc, weights, v_matrix(turn.stage * kStageBytes), place > 0);
+    wgmma_commit();
+    earlier_blocks += blocks;
+    const auto end_values = [&]() {
       keep_order(acc);
       keep_order(weights);
       release(barrier(kEmptyV, turn.stage));
       if (blocks > kSplitBlocks) end_split(softmax, false, true);
-      earlier_blocks += blocks;
-      ++earlier_tiles;
+      rows.write<Element>(softmax, acc, out, out_row_stride, out_head_stride, lse, scale_arg, false,
+                          warp_row, same_lane());
+    };
+    // The next tile's S(0) runs while O is written.
+    const int next_blocks = await_tile(earlier_tiles + 1);
+    if (next_blocks > 0) {
+      start_first_scores();
+      wgmma_wait<1>();
+      end_values();
+      wgmma_wait<0>();
+      end_scores(next_blocks, 0);
+    } else {
+      wgmma_wait<0>();
+      end_values();
     }
-    tile_rows().write<Element>(softmax, acc, out, out_row_stride, out_head_stride, lse, scale_arg,
-                               blocks != seen, warp_row, lane);
+    blocks = next_blocks;
+    ++earlier_tiles;
   }
   // The last giving way is met, so that none is left over.
   if (kTurns && consumer == 0) named_barrier(1, kTurnThreads);

@@ -6,13 +6,14 @@ import ctypes
 import functools
 import os
 import struct
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined,unused-ignore]
 
 from rlbench.kernels import jit
-from rlbench.kernels.attention.tensor_map import K, V, encoded
+from rlbench.kernels.attention.tensor_map import encoded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -162,9 +163,10 @@ class Runner:
             *(q, k, v, out, lse, work_pointer, cu_seqlens_q, lengths_k, block_table),
         )
         # As torch.compile's code asks for it.
-        where = torch._C._cuda_getCurrentRawStream(self.device), k, v  # noqa: SLF001
-        if where != parameters.where:
-            parameters.move(*where)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)  # noqa: SLF001
+        tensors = q, k, v
+        if (stream, parameters.mapped(tensors)) != parameters.where:
+            parameters.move(stream, tensors)
         launch = _launch_function()
         for each in parameters.launches:
             status = launch(*each.arguments)
@@ -186,6 +188,7 @@ def _fail(status: int, config: LaunchConfig) -> NoReturn:
     raise RuntimeError(f"cuLaunchKernelEx returns {driver.CUresult(status)!r} for {config}")
 
 
+_Tensors = tuple[int, int, int]  # addresses of q, k and v: tensor_map.Q, K and V
 _POINTERS = struct.Struct("=9Q")  # that all kernels begin with (parameters.cuh)
 
 
@@ -198,13 +201,16 @@ class _Parameters:
         begin = ctypes.addressof(self.pointers)
         places = range(begin, begin + _POINTERS.size, 8)
         self.launches = tuple(_LaunchParameters(each, places) for each in launches)
-        self.where: tuple[int, int, int] | None = None
+        pointers = sorted({each.pointer for launch in launches for each in launch.maps})
+        self.mapped: Callable[[_Tensors], object] = itemgetter(*pointers) if pointers else len
+        """Of tensors those that there are maps of."""
+        self.where: tuple[int, object] | None = None
 
-    def move(self, stream: int, k: int, v: int) -> None:
-        """To that stream, and to keys and values there."""
+    def move(self, stream: int, tensors: _Tensors) -> None:
+        """To that stream, and to tensors there."""
         for each in self.launches:
-            each.move(stream, k, v)
-        self.where = stream, k, v
+            each.move(stream, tensors)
+        self.where = stream, self.mapped(tensors)
 
 
 class _LaunchParameters:
@@ -224,19 +230,19 @@ class _LaunchParameters:
         # Of cuLaunchKernelEx.
         self.arguments = config, ctypes.c_void_p(int(kernel.handle)), parameters, None
 
-    def move(self, stream: int, k: int, v: int) -> None:
+    def move(self, stream: int, tensors: _Tensors) -> None:
         self._driver_config.stream = stream
         if self.maps:
-            self._encoded = _encoded(self, k, v)  # kept as long as it may be launched
+            addresses = tuple(tensors[each.pointer] for each in self.maps)
+            self._encoded = _encoded(self, addresses)  # kept as long as it may be launched
             self._places[-len(self.maps) :] = [each.address for each in self._encoded]
 
 
 @functools.lru_cache(KEPT)
-def _encoded(launch: _LaunchParameters, k: int, v: int) -> tuple[Encoded, ...]:
-    """The launch's maps of what is there. Found sooner than each map itself, whose hash takes long:
+def _encoded(launch: _LaunchParameters, addresses: tuple[int, ...]) -> tuple[Encoded, ...]:
+    """The launch's maps of what is there: an address for each. Found sooner than each map itself, whose hash takes long:
     the layers of a model share their plans and have keys of their own."""
-    pointers = {K: k, V: v}
-    return tuple(encoded(each, pointers[each.pointer]) for each in launch.maps)
+    return tuple(map(encoded, launch.maps, addresses))
 
 
 class _Attribute(ctypes.Structure):

@@ -31,6 +31,8 @@ class Variant(Family):
 
     tma: bool = False
     """Packed K and V come by TMA. It does not change the bits."""
+    tma_q: bool = False
+    """Q does. That does not either."""
 
     @property
     def consumers(self) -> int:
@@ -54,7 +56,7 @@ class Variant(Family):
     @property
     def kernel(self) -> str:
         """The kernel's name."""
-        return super().kernel + ("_tma" if self.tma else "")
+        return super().kernel + ("_tma" if self.tma else "") + ("_tmaq" if self.tma_q else "")
 
     @property
     def waiting(self) -> int:
@@ -69,23 +71,26 @@ class Variant(Family):
 
     @property
     def shared_bytes(self) -> int:
-        """Q, the stages of K and V, O between splits, barriers, and room to align it all to 1024."""
+        """Q, the stages of K and V, O between splits, the notes of two tiles, barriers, and room to
+        align it all to 1024."""
         rows = self.tile_rows + 2 * _STAGES * BLOCK_KEYS[self.head_dim]
         waiting = self.row_threads * self.waiting * 16
-        return rows * self.head_dim * 2 + waiting + (4 * _STAGES + 2) * 8 + 1024
+        notes = 2 * (4 + self.tile_rows) * 4
+        return rows * self.head_dim * 2 + waiting + notes + (4 * _STAGES + 2) * 8 + 1024
 
     @property
     def defines(self) -> dict[str, str | int]:
         """The macros that the source takes."""
-        return {**super().defines, "TMA": int(self.tma), "CONSUMERS": self.consumers}
+        own = {"TMA": int(self.tma), "TMA_Q": int(self.tma_q), "CONSUMERS": self.consumers}
+        return {**super().defines, **own}
 
 
 def variants() -> Iterator[Variant]:
     """Every build that a call can ask for; for sm_90a alone."""
     for variant in every(Variant):
-        yield variant
-        if not variant.paged:
-            yield replace(variant, tma=True)
+        for tma in (False,) if variant.paged else (False, True):
+            for tma_q in (False, True):
+                yield replace(variant, tma=tma, tma_q=tma_q)
 
 
 def serves(request: Request) -> bool:
@@ -96,16 +101,24 @@ def serves(request: Request) -> bool:
 
 def plan(request: Request) -> Plan:
     """What the request launches. The device is the current one."""
-    maps = maps_of(request)
-    build = Variant(*request.build, tma=bool(maps))
+    build, maps = build_of(request)
     # Tiles are dealt out in turns, which is fair where all sequences are equally long; where they
     # are not, the GPU deals them out as blocks become free.
     even = request.q.shape[0] == request.sequences * request.max_seqlen_q
     return tiles.plan(request, build, sms(request.device) if even else tiles.MAX_GRID, maps)
 
 
-def maps_of(request: Request) -> tuple[TensorMap, ...]:
-    """What the build with TMA takes after everything else; nothing where it cannot take the call."""
+def build_of(request: Request) -> tuple[Variant, tuple[TensorMap, ...]]:
+    """What serves the request, and the maps that it takes after everything else: TMA copies what
+    there can be a map of."""
+    keys = _maps_of_keys(request)
+    build = Variant(*request.build, tma=bool(keys))
+    of_q = tensor_map.of_queries(tensor_map.Q, request.q, request.group, build.tile_rows)
+    queries = tensor_map.usable(of_q)
+    return replace(build, tma_q=bool(queries)), (*queries, *keys)
+
+
+def _maps_of_keys(request: Request) -> tuple[TensorMap, ...]:
     if request.block_table is not None:
         return ()
     return tensor_map.usable(

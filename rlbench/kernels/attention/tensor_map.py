@@ -1,6 +1,6 @@
-"""Tensor maps: how the tensor memory accelerator finds keys and values (CUtensorMap).
+"""Tensor maps: how the tensor memory accelerator finds queries, keys and values (CUtensorMap).
 
-`of_keys` is for the prefill, `of_tiles` and `of_ends` for decode steps. A box comes to shared memory
+`of_queries` and `of_keys` are for the prefill, `of_tiles` and `of_ends` for decode steps. A box comes to shared memory
 with the swizzle of its rows' bytes: 128, 64 or 32.
 
 For the prefill, a sequence may end anywhere in a block of keys, and what is after it must come as
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SWITCH = "RLBENCH_ATTENTION_TMA"
-"""Environment variable: 0 has all keys copied by cp.async, with the same bits."""
-K, V = 1, 2  # among a launch's pointers
+"""Environment variable: 0 has everything copied by cp.async, with the same bits."""
+Q, K, V = 0, 1, 2  # among a launch's pointers
 BYTES = 128  # of an encoded map
 _ALIGNMENT = 128  # the driver asks for 64, its header for 128
 _PANEL = 64  # elements of a row that lie together in shared memory: what the swizzle is for
@@ -43,7 +43,7 @@ KEPT = 4096  # encoded maps
 
 
 def are_on() -> bool:
-    """Whether keys may be copied by TMA."""
+    """Whether TMA may copy."""
     return os.environ.get(SWITCH, "1") != "0"
 
 
@@ -104,6 +104,37 @@ def of_keys(pointer: int, keys: Tensor) -> TensorMap | None:
         (_PANEL, rows, panels, heads, rows + 1),
         (row_stride, _PANEL * _ELEMENT_BYTES, head_stride, row_stride),
         (_PANEL, BLOCK_KEYS[head_dim], panels, 1, 1),
+    )
+
+
+def of_queries(pointer: int, q: Tensor, group: int, tile_rows: int) -> TensorMap | None:
+    """The map of q [total_q, heads, head_dim], or None if there can be none.
+
+    The tensor has satisfied `checks.check`. A box is a tile of (position, head in group) pairs, which
+    has to be whole positions. The dimensions are the elements of a panel, heads, positions, panels,
+    and one that is there because boxes have five.
+    """
+    rows, heads, head_dim = q.shape
+    panels = head_dim // _PANEL
+    row = head_dim * _ELEMENT_BYTES
+    # The stride of a single one is anything, and is not used.
+    row_stride = q.stride(0) * _ELEMENT_BYTES if rows > 1 else row
+    head_stride = q.stride(1) * _ELEMENT_BYTES if heads > 1 else row
+    possible = (
+        tile_rows % group == 0
+        and 0 < rows < _COORDINATE_LIMIT
+        and heads < _COORDINATE_LIMIT
+        and _is_stride(row_stride)
+        and _is_stride(head_stride)
+    )
+    if not possible:
+        return None
+    return TensorMap(
+        pointer,
+        0,
+        (_PANEL, heads, rows, panels, 1),
+        (head_stride, row_stride, _PANEL * _ELEMENT_BYTES, row),
+        (_PANEL, group, tile_rows // group, panels, 1),
     )
 
 

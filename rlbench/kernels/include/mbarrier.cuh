@@ -39,8 +39,9 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
       : "memory");
 }
 
-// The same in code that ptxas cannot begin before it has `result`, which is not negative.
-__device__ __forceinline__ void mbarrier_wait_after(float result, unsigned barrier,
+// Does nothing, in code that ptxas can neither begin before it has `result`, which is not negative,
+// nor move other waits across: it would wait for the phase, which has to be over already.
+__device__ __forceinline__ void mbarrier_hold_until(float result, unsigned barrier,
                                                     unsigned parity) {
   asm volatile(
       "{.reg .pred done, never;\n"

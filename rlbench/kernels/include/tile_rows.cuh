@@ -9,67 +9,17 @@ namespace rlbench {
 
 constexpr int kWarpRows = 16;  // that one warp has of a tile
 
-template <int kTileRows, bool kPaged>
-struct TileRows {
-  unsigned sequence, kv_head, kv_heads, group;
-  int q_begin, q_length, k_begin, k_length;
-  unsigned first;  // packed row
-  int count;       // of the tile's rows that there are; none: the block has nothing to do
-  bool causal;
-
-  __device__ __forceinline__ TileRows(unsigned tile, unsigned kv_head, unsigned sequence,
-                                      unsigned kv_heads, unsigned group, const int* cu_seqlens_q,
-                                      const int* lengths_k, bool causal)
-      : sequence(sequence), kv_head(kv_head), kv_heads(kv_heads), group(group), causal(causal) {
-    q_begin = cu_seqlens_q[sequence];
-    q_length = cu_seqlens_q[sequence + 1] - q_begin;
-    k_begin = kPaged ? 0 : lengths_k[sequence];
-    k_length = kPaged ? lengths_k[sequence] : lengths_k[sequence + 1] - k_begin;
-    const long long packed_rows = static_cast<long long>(q_length) * group;
-    const long long begin = static_cast<long long>(tile) * kTileRows;
-    first = static_cast<unsigned>(begin);
-    count = packed_rows - begin < kTileRows ? static_cast<int>(packed_rows - begin) : kTileRows;
-    if (begin >= packed_rows) count = 0;
-  }
-
-  // The number of keys that a row of this tile sees; rows past the end count as the last one.
-  __device__ __forceinline__ int limit(int row) const {
-    const int last = count - 1;
-    const unsigned packed = first + static_cast<unsigned>(row < last ? row : last);
-    return causal ? static_cast<int>(packed / group) + 1 + k_length - q_length : k_length;
-  }
-
-  // Where a row of q, out or lse begins, in elements.
-  __device__ __forceinline__ long long offset(int row, long long row_stride,
-                                              long long head_stride) const {
-    const unsigned packed = first + static_cast<unsigned>(row);
-    const unsigned position = packed / group;
-    const unsigned head = kv_head * group + (packed - position * group);
-    return (q_begin + static_cast<long long>(position)) * row_stride + head * head_stride;
-  }
-
-  // Starts copying a warp's rows of q to where Tile::offset(row, chunk) says, zeros for absent ones.
-  template <int kHeadDim, class Tile>
-  __device__ __forceinline__ void copy_q(unsigned shared, const unsigned short* q,
-                                         long long row_stride, long long head_stride, int warp_row,
-                                         int lane) const {
-    constexpr int kRowChunks = kHeadDim * 2 / kChunkBytes;
-    const int chunk = lane % kRowChunks;
-#pragma unroll 4
-    for (int i = 0; i < kWarpRows; i += 32 / kRowChunks) {
-      const int row = warp_row + i + lane / kRowChunks;
-      const bool present = row < count;
-      const unsigned short* source =
-          present ? q + offset(row, row_stride, head_stride) + chunk * 8 : q;
-      copy_async(shared + Tile::offset(row, chunk), source, present);
-    }
-  }
+// What is done to a tile's rows. Rows knows their `count`, limit(row), offset(row, ...) and heads().
+template <class Rows>
+struct RowAccess {
+  __device__ __forceinline__ const Rows& self() const { return static_cast<const Rows&>(*this); }
 
   // Sets the scores of keys that a row does not see to -inf. `first_key` is the block's.
   template <int kKeyTiles>
   __device__ __forceinline__ void hide(float (&scores)[kKeyTiles][4], int first_key, int warp_row,
                                        int lane) const {
-    const int limits[2] = {limit(warp_row + lane / 4), limit(warp_row + lane / 4 + 8)};
+    const int limits[2] = {self().limit(warp_row + lane / 4),
+                           self().limit(warp_row + lane / 4 + 8)};
     const int column = first_key + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < kKeyTiles; ++j) {
@@ -89,8 +39,8 @@ struct TileRows {
       const float total = softmax.total(r);
       inverse[r] = inverse_of(total, impossible);
       const int row = warp_row + lane / 4 + 8 * r;
-      if (lse != nullptr && lane % 4 == 0 && row < count) {
-        lse[offset(row, static_cast<long long>(kv_heads) * group, 1)] =
+      if (lse != nullptr && lane % 4 == 0 && row < self().count) {
+        lse[self().offset(row, self().heads(), 1)] =
             log_sum_exp(softmax.max[r], total, scale, impossible);
       }
     }
@@ -111,9 +61,9 @@ struct TileRows {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = warp_row + lane / 4 + 8 * r;
-      const bool present = row < count;
+      const bool present = row < self().count;
       unsigned short* target =
-          out + (present ? offset(row, row_stride, head_stride) : 0) + lane % 4 * 8;
+          out + (present ? self().offset(row, row_stride, head_stride) : 0) + lane % 4 * 8;
 #pragma unroll
       for (int n = 0; n < kDimTiles; n += 4) {
         unsigned words[4];  // of four tiles, this lane's columns
@@ -145,6 +95,121 @@ struct TileRows {
     } else {
       second = got;
     }
+  }
+};
+
+// What others need to know of a tile once its rows have been divided into positions and heads. In
+// shared memory: see NotedRows.
+template <int kTileRows>
+struct alignas(16) TileNote {
+  int blocks;             // of keys
+  int count;              // of the tile's rows that there are
+  int limit;              // keys that a row sees, beyond the number of its place under a mask
+  unsigned head;          // what turns a row's number, less its place's rows, into its head
+  int places[kTileRows];  // rows of q; past the end, that of the last one
+};
+
+template <int kTileRows, bool kPaged>
+struct TileRows : RowAccess<TileRows<kTileRows, kPaged>> {
+  unsigned sequence, kv_head, kv_heads, group;
+  int q_begin, q_length, k_begin, k_length;
+  unsigned first;  // packed row
+  int count;       // of the tile's rows that there are; none: the block has nothing to do
+  bool causal;
+
+  __device__ __forceinline__ TileRows(unsigned tile, unsigned kv_head, unsigned sequence,
+                                      unsigned kv_heads, unsigned group, const int* cu_seqlens_q,
+                                      const int* lengths_k, bool causal)
+      : sequence(sequence), kv_head(kv_head), kv_heads(kv_heads), group(group), causal(causal) {
+    q_begin = cu_seqlens_q[sequence];
+    q_length = cu_seqlens_q[sequence + 1] - q_begin;
+    k_begin = kPaged ? 0 : lengths_k[sequence];
+    k_length = kPaged ? lengths_k[sequence] : lengths_k[sequence + 1] - k_begin;
+    const long long packed_rows = static_cast<long long>(q_length) * group;
+    const long long begin = static_cast<long long>(tile) * kTileRows;
+    first = static_cast<unsigned>(begin);
+    count = packed_rows - begin < kTileRows ? static_cast<int>(packed_rows - begin) : kTileRows;
+    if (begin >= packed_rows) count = 0;
+  }
+
+  // The number of keys that a row of this tile sees; rows past the end count as the last one.
+  __device__ __forceinline__ int limit(int row) const {
+    const int last = count - 1;
+    const unsigned packed = first + static_cast<unsigned>(row < last ? row : last);
+    return causal ? static_cast<int>(packed / group) + 1 + k_length - q_length : k_length;
+  }
+
+  __device__ __forceinline__ long long heads() const {
+    return static_cast<long long>(kv_heads) * group;
+  }
+
+  // The row of q that a row is in, or the last one if it is past the end.
+  __device__ __forceinline__ int place(int row) const {
+    const int last = count - 1;
+    const unsigned packed = first + static_cast<unsigned>(row < last ? row : last);
+    return q_begin + static_cast<int>(packed / group);
+  }
+
+  // Everything but the places.
+  __device__ __forceinline__ void note(TileNote<kTileRows>& it, int blocks) const {
+    it.blocks = blocks;
+    it.count = count;
+    it.limit = causal ? 1 + k_length - q_length - q_begin : k_length;
+    // Wraps around, and back where it is used.
+    it.head = kv_head * group + first + static_cast<unsigned>(q_begin) * group;
+  }
+
+  // Where a row of q, out or lse begins, in elements.
+  __device__ __forceinline__ long long offset(int row, long long row_stride,
+                                              long long head_stride) const {
+    const unsigned packed = first + static_cast<unsigned>(row);
+    const unsigned position = packed / group;
+    const unsigned head = kv_head * group + (packed - position * group);
+    return (q_begin + static_cast<long long>(position)) * row_stride + head * head_stride;
+  }
+
+  // Starts copying a warp's rows of q to where Tile::offset(row, chunk) says, zeros for absent ones.
+  template <int kHeadDim, class Tile>
+  __device__ __forceinline__ void copy_q(unsigned shared, const unsigned short* q,
+                                         long long row_stride, long long head_stride, int warp_row,
+                                         int lane) const {
+    constexpr int kRowChunks = kHeadDim * 2 / kChunkBytes;
+    const int chunk = lane % kRowChunks;
+#pragma unroll 4
+    for (int i = 0; i < kWarpRows; i += 32 / kRowChunks) {
+      const int row = warp_row + i + lane / kRowChunks;
+      const bool present = row < count;
+      const unsigned short* source =
+          present ? q + offset(row, row_stride, head_stride) + chunk * 8 : q;
+      copy_async(shared + Tile::offset(row, chunk), source, present);
+    }
+  }
+};
+
+// The same rows as they have been noted, without a division.
+template <int kTileRows>
+struct NotedRows : RowAccess<NotedRows<kTileRows>> {
+  const TileNote<kTileRows>& note;
+  unsigned group;
+  long long all_heads;
+  bool causal;
+  const int& count;  // read where it is needed
+
+  __device__ __forceinline__ NotedRows(const TileNote<kTileRows>& note, unsigned group,
+                                       long long heads, bool causal)
+      : note(note), group(group), all_heads(heads), causal(causal), count(note.count) {}
+
+  __device__ __forceinline__ long long heads() const { return all_heads; }
+
+  __device__ __forceinline__ int limit(int row) const {
+    return note.limit + (causal ? note.places[row] : 0);
+  }
+
+  __device__ __forceinline__ long long offset(int row, long long row_stride,
+                                              long long head_stride) const {
+    const unsigned place = static_cast<unsigned>(note.places[row]);
+    const unsigned head = note.head + static_cast<unsigned>(row) - place * group;
+    return place * row_stride + head * head_stride;
   }
 };
 

@@ -447,6 +447,10 @@ void fence_writes() {
   std::erase_if(block().unfenced, [](const auto& write) { return write.second == running; });
 }
 
+void barrier_is_over(unsigned barrier, unsigned parity) {
+  if (barrier_at(barrier).generation % 2 == parity) fault("an mbarrier has not got so far");
+}
+
 void start_copy(unsigned shared, const void* global, bool present) {
   if (shared % 16 != 0) fault("a copy to %u, which is not aligned", shared);
   shared_bytes(shared, 16);

@@ -29,9 +29,9 @@ def generic_plan(problem: Problem) -> Plan:
 
 
 def prefill_plan(problem: Problem, most_blocks: int = tiles.MAX_GRID, *, tma: bool = False) -> Plan:
-    """tma: packed keys come by TMA, if they can."""
-    maps = prefill.maps_of(problem.request) if tma else ()
-    build = prefill.Variant(*problem.request.build, tma=bool(maps))
+    """tma: queries and packed keys come by TMA, if they can."""
+    with mock.patch.object(tensor_map, "are_on", return_value=tma):
+        build, maps = prefill.build_of(problem.request)
     with _gpu():
         return tiles.plan(problem.request, build, most_blocks, maps)
 

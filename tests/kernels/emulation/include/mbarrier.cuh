@@ -19,8 +19,8 @@ inline void mbarrier_arrive_after_copies(unsigned barrier) {
 inline void mbarrier_wait(unsigned barrier, unsigned parity) {
   emulator::barrier_wait(barrier, parity);
 }
-inline void mbarrier_wait_after(float, unsigned barrier, unsigned parity) {
-  emulator::barrier_wait(barrier, parity);
+inline void mbarrier_hold_until(float, unsigned barrier, unsigned parity) {
+  emulator::barrier_is_over(barrier, parity);
 }
 
 inline void named_barrier(int id, int threads) {
