@@ -196,13 +196,42 @@ def test_pages_beyond_32_bits_of_chunks_are_streamed_by_tma_alone(
 
     beyond = 2**35 // (pages - 1)
     of_rows = -(-beyond // row) * row
-    with mock.patch.object(stream, "fits", return_value=True):
+    with (
+        mock.patch.object(stream, "fits", return_value=True),
+        mock.patch.object(stream, "sms", return_value=132),
+    ):
         assert stream.serves(request)
         assert stream.serves(far(of_rows))
         assert not stream.serves(far(of_rows + 8))
         monkeypatch.setenv(tensor_map.SWITCH, "0")
         assert stream.serves(request)
         assert not stream.serves(far(of_rows))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "sequences", "whole", "tma"),
+    [
+        (256, 8, False, True),
+        (128, 60, True, False),  # a thread block for nearly every SM
+        (64, 60, True, True),
+        (64, 70, False, True),  # for some SMs two, for most of them one
+        (256, 2000, True, False),
+        (64, 2000, True, False),
+    ],
+)
+def test_memory_bound_steps_are_copied_whole(
+    head_dim: int, sequences: int, whole: bool, tma: bool
+) -> None:
+    shape = (1, 16, 2, head_dim)
+    keys = torch.empty(shape, dtype=torch.bfloat16, device="meta").expand(50_000, *shape[1:])
+    template = problem_of(SMALL).request
+    request = replace(
+        template, q=template.q.new_empty(sequences, 8, head_dim), k=keys, v=keys,
+        sequences=sequences, splits=4,
+    )  # fmt: skip
+    with mock.patch.object(stream, "sms", return_value=132):
+        assert stream.takes_whole(request) is whole
+        assert stream._build_of(request)[0].tma is tma
 
 
 @pytest.mark.parametrize("size", [2, 3, 16, 48, 528, 2**20 + 16, 2**30, 2**30 + 1, 2**31 - 1])

@@ -55,8 +55,9 @@ def stream_plan(problem: Problem, *, whole: bool, tma: bool = False) -> Plan:
     patches = (
         mock.patch.object(stream, "takes_whole", return_value=whole),
         mock.patch.object(tensor_map, "are_on", return_value=tma),
+        mock.patch.object(stream, "_copies_are_faster", return_value=False),
     )
-    with _gpu(), patches[0], patches[1]:
+    with _gpu(), patches[0], patches[1], patches[2]:
         return stream.plan(problem.request)
 
 
