@@ -163,7 +163,9 @@ struct Fragments {
 // work: SplitParts; `out` is not written if it is there.
 extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long splits_arg,
-                double scale_arg, double scale_log2_arg, const __grid_constant__ TensorMap k_map,
+                double scale_arg, double scale_log2_arg, long long head_tiles_divisor_arg,
+                long long kv_heads_divisor_arg, long long sequences_divisor_arg,
+                long long page_divisor_arg, const __grid_constant__ TensorMap k_map,
                 const __grid_constant__ TensorMap v_map) {
   extern __shared__ unsigned char shared_memory[];
   const unsigned misaligned = shared_address(shared_memory) % kAlignment;
@@ -190,7 +192,9 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   fence_barriers();
   const DecodeTask<kPaged> task(blockIdx.x / kRanks, static_cast<unsigned>(sequences_arg),
                                 static_cast<unsigned>(kv_heads_arg),
-                                static_cast<unsigned>(group_arg), cu_seqlens_q, lengths_k);
+                                static_cast<unsigned>(group_arg), Divisor(head_tiles_divisor_arg),
+                                Divisor(kv_heads_divisor_arg), Divisor(sequences_divisor_arg),
+                                cu_seqlens_q, lengths_k);
   __syncthreads();
   cluster_begin();
 
@@ -206,11 +210,12 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   const float scale_log2 = static_cast<float>(scale_log2_arg);
   // Who adds up the weights: with only one split every rank needs their sum.
   const int sums = work == nullptr ? kRanks : 1;
+  const Divisor page_of(page_divisor_arg);
   const auto find = [&](int tile) {
     const int key = tile * kTileKeys;
     if constexpr (kPaged) {
       const unsigned number = static_cast<unsigned>(split_begin + key);
-      const unsigned index = number / static_cast<unsigned>(page_size_arg);
+      const unsigned index = page_of(number);
       const int row = static_cast<int>(number - index * static_cast<unsigned>(page_size_arg));
       const int* table = block_table + task.sequence * table_stride;
       return Place{row, key < count ? table[index] : 0};

@@ -148,7 +148,8 @@ __device__ __forceinline__ void load_query(unsigned (&fragments)[kHeadDim / 16][
 // work: SplitParts; `out` is not written if it is there.
 extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
     KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long splits_arg,
-                double scale_arg, double scale_log2_arg MAPS) {
+                double scale_arg, double scale_log2_arg, long long head_tiles_divisor_arg,
+                long long kv_heads_divisor_arg, long long sequences_divisor_arg MAPS) {
   extern __shared__ __align__(128) unsigned char memory[];
   const int lane = static_cast<int>(threadIdx.x % 32);
   // Through a shuffle, so that the compiler knows it to be the same in all lanes.
@@ -175,7 +176,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
 
   const DecodeTask<kPaged> task(blockIdx.x, static_cast<unsigned>(sequences_arg),
                                 static_cast<unsigned>(kv_heads_arg),
-                                static_cast<unsigned>(group_arg), cu_seqlens_q, lengths_k);
+                                static_cast<unsigned>(group_arg), Divisor(head_tiles_divisor_arg),
+                                Divisor(kv_heads_divisor_arg), Divisor(sequences_divisor_arg),
+                                cu_seqlens_q, lengths_k);
   const int first_block = static_cast<int>(task.split) * kSplitBlocks;
   const int all_blocks = task.k_length > 0 ? (task.k_length + kBlockKeys - 1) / kBlockKeys : 0;
   // Not one after the other: the second's loads would wait for the first's.

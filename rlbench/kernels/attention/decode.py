@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from rlbench.kernels.attention import combine, tensor_map
+from rlbench.kernels.attention import combine, divisors, tensor_map
 from rlbench.kernels.attention.family import Family, every
 from rlbench.kernels.attention.launch import Launch, Plan, fits, kernel_of, sms
 from rlbench.kernels.attention.request import BLOCK_KEYS, HEADS, split_keys
@@ -133,7 +133,9 @@ def plan_of(request: Request, variant: Variant) -> Plan:
         shmem_size=variant.shared_bytes,
     )
     kernel = kernel_of(variant, request.device)
-    parts = Launch(config, kernel, combine.numbers(request), maps_of(request, variant))
+    found_by = (*divisors.of_task(request), divisors.of_pages(request))
+    numbers = (*combine.numbers(request), *found_by)
+    parts = Launch(config, kernel, numbers, maps_of(request, variant))
     one = request.splits == 1
     return Plan(request.device, (parts,), 0) if one else combine.after(request, parts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from rlbench.kernels.attention import combine, tensor_map
+from rlbench.kernels.attention import combine, divisors, tensor_map
 from rlbench.kernels.attention.family import Family, every
 from rlbench.kernels.attention.launch import Launch, Plan, fits, kernel_of, sms
 from rlbench.kernels.attention.request import BLOCK_KEYS, HEADS
@@ -113,13 +113,6 @@ def _copies_reach(request: Request) -> bool:
     return request.block_table is None or max(last(request.k), last(request.v)) < 2**32
 
 
-def divisor(size: int) -> int:
-    """What divides numbers below 2^31 by `size`, from 2 to there: a factor in the low 32 bits, and
-    by how much the product's high half is shifted (Granlund and Montgomery, 1994)."""
-    log = (size - 1).bit_length()
-    return -(-(1 << (31 + log)) // size) | (log - 1) << 32
-
-
 def takes_whole(request: Request) -> bool:
     """Whether a thread block takes all splits of a sequence, which saves merging them elsewhere:
     where whole sequences leave next to no SM idle at any time."""
@@ -143,9 +136,9 @@ def plan(request: Request) -> Plan:
         block=variant.threads,
         shmem_size=variant.shared_bytes,
     )
-    numbers = combine.numbers(request)
+    numbers = (*combine.numbers(request), *divisors.of_task(request))
     if variant.tma:
         page_rows = tensor_map.page_rows(request.k), tensor_map.page_rows(request.v)
-        numbers += (divisor(request.k.shape[1]) if variant.paged else 0, *page_rows)
+        numbers += (divisors.of_pages(request), *page_rows)
     parts = Launch(config, kernel_of(variant, request.device), numbers, maps)
     return Plan(request.device, (parts,), 0) if whole else combine.after(request, parts)

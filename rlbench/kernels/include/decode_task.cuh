@@ -2,6 +2,7 @@
 // leaves of a split.
 #pragma once
 
+#include "divisor.cuh"
 #include "numeric.cuh"
 
 namespace rlbench {
@@ -19,17 +20,19 @@ struct DecodeTask {
   int q_row, k_begin, k_length;
   bool has_query;
 
+  // The divisors are of head tiles, KV heads and sequences (divisors.of_task).
   __device__ __forceinline__ DecodeTask(unsigned place, unsigned sequences, unsigned kv_heads,
-                                        unsigned group, const int* cu_seqlens_q,
+                                        unsigned group, Divisor by_head_tiles, Divisor by_kv_heads,
+                                        Divisor by_sequences, const int* cu_seqlens_q,
                                         const int* lengths_k)
       : all_heads(static_cast<long long>(kv_heads) * group) {
     const unsigned head_tiles = (group + kHeads - 1) / kHeads;
-    const unsigned first = place % head_tiles * kHeads;
-    place /= head_tiles;
-    kv_head = place % kv_heads;
-    place /= kv_heads;
-    sequence = place % sequences;
-    split = place / sequences;
+    const unsigned of_kv_heads = by_head_tiles(place);
+    const unsigned of_sequences = by_kv_heads(of_kv_heads);
+    const unsigned first = (place - of_kv_heads * head_tiles) * kHeads;
+    kv_head = of_kv_heads - of_sequences * kv_heads;
+    split = by_sequences(of_sequences);
+    sequence = of_sequences - split * sequences;
     first_head = kv_head * group + first;
     heads = static_cast<int>(group - first < kHeads ? group - first : kHeads);
     q_row = cu_seqlens_q[sequence];

@@ -3,24 +3,12 @@
 #pragma once
 
 #include "copy.cuh"
+#include "divisor.cuh"
 #include "mbarrier.cuh"
 #include "numeric.cuh"
 #include "tma.cuh"
 
 namespace rlbench {
-
-// How many pages a key lies behind the first one (stream.divisor): a division by what all threads
-// agree on.
-struct Divisor {
-  unsigned factor, shift;
-
-  __device__ __forceinline__ explicit Divisor(long long encoded)
-      : factor(static_cast<unsigned>(encoded)), shift(static_cast<unsigned>(encoded >> 32)) {}
-
-  __device__ __forceinline__ unsigned operator()(unsigned key) const {
-    return static_cast<unsigned>(static_cast<unsigned long long>(key) * factor >> 32) >> shift;
-  }
-};
 
 // A block is kBoxes boxes of kBoxKeys keys x kHeadDim, each of one page, and a warp copies one of
 // them. Step n of the stream is K of block n and V of block n - 1, which are needed together.
