@@ -454,6 +454,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const unsigned thread = threadIdx.x - 128;
   // Through a shuffle, so that it is not converted again for every block.
   const float scale_log2 = __shfl_sync(kFullWarp, static_cast<float>(scale_log2_arg), 0);
+  const float lowest = __shfl_sync(kFullWarp, -kInfinity, 0);  // nor known
   const long long all_heads = static_cast<long long>(kv_heads) * places.group;
   const KeptMatrix q_matrix(base + kQTile + consumer * 64 * 128, 16);
   const KeptMatrix k_matrix(base + kKTiles, 16), v_matrix(base + kVTiles, kKeyPanel);
@@ -512,7 +513,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // Raw scores to weights; `rescale` is what O has to be multiplied by, if so.
     const auto weigh = [&](int block) {
       if (block >= whole) rows.hide(scores, block * kBlockKeys, warp_row, same_lane());
-      return softmax.block_if_changed(scores, scale_log2, rescale);
+      return softmax.block_in_order(scores, scale_log2, rescale, lowest);
     };
     float4 waiting_rows;  // maxima and sums, where they wait in registers
     const auto end_split = [&](SoftmaxRows& ended, bool first, bool last) {

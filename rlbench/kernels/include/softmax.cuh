@@ -29,20 +29,22 @@ struct SoftmaxRows {
     return __any_sync(kFullWarp, changed);
   }
 
-  // The same, with more registers and fewer instructions: what changes nothing is not computed, and
-  // `rescale` is only set if something changes.
+  // The same, ordered so that the first row's exponentials, which take longest, do not wait for the
+  // second row's maximum. ptxas would find both maxima first; so the second one is made to depend on
+  // the first. `lowest` is -inf, without the compiler knowing.
   template <int kTiles>
-  __device__ __forceinline__ bool block_if_changed(float (&scores)[kTiles][4], float scale,
-                                                   float (&rescale)[2]) {
-    const float next[2] = {next_max(scores, 0), next_max(scores, 1)};
-    const bool changed = __any_sync(kFullWarp, next[0] != max[0] || next[1] != max[1]);
-    if (changed) {  // else sums would be multiplied by 1, or are 0
+  __device__ __forceinline__ bool block_in_order(float (&scores)[kTiles][4], float scale,
+                                                 float (&rescale)[2], float lowest) {
+    const float first = own_max(scores, 0, scores[0][0]);
+    const float second = own_max(scores, 1, fminf(first, lowest));
+    const float next[2] = {row_max(0, first), row_max(1, second)};
+    const bool changed = next[0] != max[0] || next[1] != max[1];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) rescale[r] = move(r, next[r], scale);
+    for (int r = 0; r < 2; ++r) {
+      rescale[r] = move(r, next[r], scale);
+      weigh(scores, r, scale);
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) weigh(scores, r, scale);
-    return changed;
+    return __any_sync(kFullWarp, changed);
   }
 
   // The whole row's sum, (lane 0 + lane 1) + (lane 2 + lane 3) of its four lanes, in each of them.
@@ -57,11 +59,21 @@ struct SoftmaxRows {
   // of the accuracy.
   template <int kTiles>
   __device__ __forceinline__ float next_max(const float (&scores)[kTiles][4], int r) const {
-    float largest = fmaxf(scores[0][2 * r], scores[0][2 * r + 1]);
+    return row_max(r, own_max(scores, r, scores[0][2 * r]));
+  }
+
+  // The largest of this lane's scores and of `largest`.
+  template <int kTiles>
+  static __device__ __forceinline__ float own_max(const float (&scores)[kTiles][4], int r,
+                                                  float largest) {
 #pragma unroll
-    for (int j = 1; j < kTiles; ++j) {
+    for (int j = 0; j < kTiles; ++j) {
       largest = fmaxf(largest, fmaxf(scores[j][2 * r], scores[j][2 * r + 1]));
     }
+    return largest;
+  }
+
+  __device__ __forceinline__ float row_max(int r, float largest) const {
     largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
     return fmaxf(max[r], largest);
