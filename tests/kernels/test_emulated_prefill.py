@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from emulation.problems import (
     reference,
 )
 
-from rlbench.kernels.attention import tensor_map
+from rlbench.kernels.attention import prefill, tensor_map
 from rlbench.kernels.attention.request import BLOCK_KEYS, split_keys
 
 skip_where_it_cannot_run()
@@ -134,6 +135,19 @@ def test_even_sequences_have_these_bits_too(
     assert bool(plan.launches[0].maps) == (page_size is None)
     assert plan.launches[0].config.grid[0] == 2  # of the 6 tiles
     assert_same_bits(run(problem, plan, schedule), generic_result(problem.case))
+
+
+@pytest.mark.parametrize("pairs", [1, 2, 4])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_tiles_may_come_in_sections(page_size: int | None, pairs: int) -> None:
+    """Of so many of the six KV heads of sequences."""
+    lengths = ((150, 150),) * 3
+    problem = problem_of(Case(128, torch.bfloat16, page_size, 4, 2, lengths))
+    keys = 150 if page_size is None else split_keys(128)
+    with mock.patch.object(prefill, "_L2_BYTES", pairs * keys * 128 * 4 + 1):
+        assert prefill.section(problem.request) == pairs
+        plan = prefill_plan_on(problem, sms=4)
+    assert_same_bits(run(problem, plan, LAZY), generic_result(problem.case))
 
 
 @pytest.mark.parametrize(

@@ -182,17 +182,25 @@ __device__ __forceinline__ void start_values(float (&acc)[kDimTiles][4],
 using Rows = TileRows<kTileRows, kPaged>;
 
 // Which tile a thread block's n-th place stands for. Late tiles see the most keys under the causal
-// mask, so they come first.
+// mask, so they come first; but only those of so many KV heads of sequences as have their keys in
+// the L2, one section of them after the other.
 struct Places {
   unsigned tiles, kv_heads, others, group;  // others: (sequence, KV head) pairs
+  unsigned section;                         // pairs that are worked on at a time
   bool causal;
 
   __device__ __forceinline__ unsigned count() const { return tiles * others; }
 
   __device__ __forceinline__ Rows operator()(unsigned place, const int* cu_seqlens_q,
                                              const int* lengths_k) const {
-    return {tiles - 1 - place / others, place % others % kv_heads, place % others / kv_heads,
-            kv_heads, group, cu_seqlens_q, lengths_k, causal};
+    const unsigned before = place / (tiles * section) * section;  // pairs
+    place -= before * tiles;
+    const unsigned pairs = others - before < section ? others - before : section;
+    const unsigned round = place / pairs;
+    const unsigned pair = before + place - round * pairs;
+    const unsigned sequence = pair / kv_heads;
+    return {tiles - 1 - round, pair - sequence * kv_heads, sequence, kv_heads,
+            group, cu_seqlens_q, lengths_k, causal};
   }
 };
 
@@ -263,7 +271,8 @@ __device__ __forceinline__ void see_copies() {
 // it only says that rows may have to wait.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long tiles_arg,
-                long long causal_arg, double scale_arg, double scale_log2_arg Q_MAP KEY_MAPS) {
+                long long causal_arg, double scale_arg, double scale_log2_arg, long long section_arg
+                    Q_MAP KEY_MAPS) {
   extern __shared__ unsigned char shared_memory[];
   const unsigned misaligned = shared_address(shared_memory) % kAlignment;
   unsigned char* aligned = shared_memory + (misaligned ? kAlignment - misaligned : 0);
@@ -282,7 +291,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
   const Places places = {static_cast<unsigned>(tiles_arg), kv_heads,
                          kv_heads * static_cast<unsigned>(sequences_arg),
-                         static_cast<unsigned>(group_arg), causal_arg != 0};
+                         static_cast<unsigned>(group_arg), static_cast<unsigned>(section_arg),
+                         causal_arg != 0};
 
   if (threadIdx.x == 0) {
     for (unsigned stage = 0; stage < kStages; ++stage) {

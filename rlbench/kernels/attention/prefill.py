@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from rlbench.kernels.attention import tensor_map, tiles
 from rlbench.kernels.attention.family import Family, every
 from rlbench.kernels.attention.launch import fits, sms
-from rlbench.kernels.attention.request import BLOCK_KEYS
+from rlbench.kernels.attention.request import BLOCK_KEYS, split_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 _NARROW = 64  # head dim
 _STAGES = 2  # of K and of V
 _CAPABILITIES = range(9, 10)  # wgmma
+_L2_BYTES = 24 << 20
+"""Of keys and values that all thread blocks read at a time: about what a half of an H200's L2 holds,
+since each half keeps what its SMs read."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,25 @@ def plan(request: Request) -> Plan:
     # Tiles are dealt out in turns, which is fair where all sequences are equally long; where they
     # are not, the GPU deals them out as blocks become free.
     even = request.q.shape[0] == request.sequences * request.max_seqlen_q
-    return tiles.plan(request, build, sms(request.device) if even else tiles.MAX_GRID, maps)
+    most_blocks = sms(request.device) if even else tiles.MAX_GRID
+    return tiles.plan(request, build, most_blocks, own_numbers(request), maps)
+
+
+def own_numbers(request: Request) -> tuple[int, ...]:
+    """What the source takes after the numbers that the generic one takes, too."""
+    return (section(request),)
+
+
+def section(request: Request) -> int:
+    """Of how many KV heads of sequences the tiles are worked on at a time: as many as have room for
+    their keys and values in the L2, and a power of two."""
+    if request.block_table is None:
+        keys = request.k.shape[0] / request.sequences
+    else:
+        keys = request.splits * split_keys(request.q.shape[2])
+    fitting = _L2_BYTES / (keys * request.q.shape[2] * 2 * request.q.element_size() or 1)
+    pairs = request.kv_heads * request.sequences
+    return min(pairs, 1 << max(0, int(fitting).bit_length() - 1))
 
 
 def build_of(request: Request) -> tuple[Variant, tuple[TensorMap, ...]]:

@@ -40,11 +40,13 @@ def plan(
     request: Request,
     build: TiledBuild,
     most_blocks: int = MAX_GRID,
+    own_numbers: tuple[int, ...] = (),
     maps: tuple[TensorMap, ...] = (),
 ) -> Plan:
     """What the request launches.
 
     most_blocks: of a source whose blocks take several tiles.
+    own_numbers: what the source takes after what both of them do.
     maps: what the build takes after everything else.
     Raises ValueError where there are more tiles than can be counted.
     """
@@ -60,7 +62,7 @@ def plan(
         )
     blocks = min(places, most_blocks)
     counts = (request.sequences, tiles, 1 if request.causal else 0)
-    numbers = (*request.first_numbers, *counts, *request.scales)
+    numbers = (*request.first_numbers, *counts, *request.scales, *own_numbers)
     config = LaunchConfig(grid=blocks, block=build.threads, shmem_size=build.shared_bytes)
     work = blocks * build.work if request.splits > 1 else 0
     launch = Launch(config, kernel_of(build, request.device), numbers, maps)

@@ -20,6 +20,7 @@
 #define gridDim (emulator::grid)
 
 extern "C" float fmaxf(float, float);
+extern "C" float fminf(float, float);
 
 struct alignas(8) float2 {
   float x, y;

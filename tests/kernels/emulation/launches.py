@@ -33,7 +33,8 @@ def prefill_plan(problem: Problem, most_blocks: int = tiles.MAX_GRID, *, tma: bo
     with mock.patch.object(tensor_map, "are_on", return_value=tma):
         build, maps = prefill.build_of(problem.request)
     with _gpu():
-        return tiles.plan(problem.request, build, most_blocks, maps)
+        own_numbers = prefill.own_numbers(problem.request)
+        return tiles.plan(problem.request, build, most_blocks, own_numbers, maps)
 
 
 def prefill_plan_on(problem: Problem, sms: int) -> Plan:
