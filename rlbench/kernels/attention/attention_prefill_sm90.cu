@@ -107,9 +107,8 @@ constexpr int kTileThreads = 32 * kTileWarps;
 constexpr int kTileArrivals = kTileWarps + (kTmaQ || kTma ? 0 : kTileThreads);
 constexpr int kKeyArrivals = kTma ? 1 : 128;
 
-// Whether the consumers start their products in turns, so that one's softmax runs under another's
-// products instead of all waiting for a tensor core that they share.
-constexpr bool kTurns = kHeadDim <= 128;
+// The consumers start their products in turns, so that one's softmax runs under another's products
+// instead of all waiting for a tensor core that they share.
 constexpr int kTurnThreads = 256;  // one that gives way, and the next one
 
 struct KeyTile {
@@ -183,7 +182,8 @@ using Rows = TileRows<kTileRows, kPaged>;
 
 // Which tile a thread block's n-th place stands for. Late tiles see the most keys under the causal
 // mask, so they come first; but only those of so many KV heads of sequences as have their keys in
-// the L2, one section of them after the other.
+// the L2, one section of them after the other. Every other section is gone through backwards, so that
+// places which follow each other have about as much to do.
 struct Places {
   unsigned tiles, kv_heads, others, group;  // others: (sequence, KV head) pairs
   unsigned section;                         // pairs that are worked on at a time
@@ -195,11 +195,13 @@ struct Places {
                                              const int* lengths_k) const {
     const unsigned before = place / (tiles * section) * section;  // pairs
     place -= before * tiles;
-    const unsigned pairs = others - before < section ? others - before : section;
+    const unsigned left = others - before;
+    const unsigned pairs = left < section ? left : section;
     const unsigned round = place / pairs;
     const unsigned pair = before + place - round * pairs;
     const unsigned sequence = pair / kv_heads;
-    return {tiles - 1 - round, pair - sequence * kv_heads, sequence, kv_heads,
+    const bool is_descending = (left + section - 1) / section % 2 == 1;
+    return {is_descending ? tiles - 1 - round : round, pair - sequence * kv_heads, sequence, kv_heads,
             group, cu_seqlens_q, lengths_k, causal};
   }
 };
@@ -470,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const KeptMatrix k_matrix(base + kKTiles, 16), v_matrix(base + kVTiles, kKeyPanel);
   const int next_consumer = consumer + 1 < kConsumers ? consumer + 1 : 0;
 
-  if (kTurns && next_consumer == 0) named_barrier_arrive(1, kTurnThreads);  // the first one begins
+  if (next_consumer == 0) named_barrier_arrive(1, kTurnThreads);  // the first one begins
 
   const auto release = [&](unsigned empty) {
     __syncwarp();
@@ -566,7 +568,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const Turn before(earlier_blocks + block - 1);
       mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
       see_copies();
-      if (kTurns) named_barrier(1 + consumer, kTurnThreads);
+      named_barrier(1 + consumer, kTurnThreads);
       keep_order(scores);
       keep_order(acc);
       keep_order(weights);
@@ -577,7 +579,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       see_copies();
       start_values(acc, weights, v_matrix(before.stage * kStageBytes), place > 0);
       wgmma_commit();
-      if (kTurns) named_barrier_arrive(1 + next_consumer, kTurnThreads);
+      named_barrier_arrive(1 + next_consumer, kTurnThreads);
       wgmma_wait<1>();
       end_scores(blocks, block);
       // With a new split, what was before waits, and weights are relative to nothing.
@@ -631,5 +633,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ++earlier_tiles;
   }
   // The last giving way is met, so that none is left over.
-  if (kTurns && consumer == 0) named_barrier(1, kTurnThreads);
+  if (consumer == 0) named_barrier(1, kTurnThreads);
 }
