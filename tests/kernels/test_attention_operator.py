@@ -88,6 +88,17 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(checked: mock.Mock) -> 
     assert checked.call_count == 1
 
 
+def test_calls_are_recognized_without_what_torch_does_not_promise(
+    checked: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator, "TensorGuards", None)
+    for _ in range(3):
+        operator._forward(**arguments())
+    assert checked.call_count == 1
+    operator._forward(**arguments() | {"q": tensor(4, 4, 64), "out": tensor(4, 4, 64)})
+    assert checked.call_count == 2
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_call_with_another_value_is_checked(name: str, checked: mock.Mock) -> None:
     operator._forward(**arguments())

@@ -10,7 +10,13 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 import torch
-from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined,unused-ignore]
+
+try:
+    from torch._C._dynamo.guards import (  # type: ignore[attr-defined,unused-ignore]
+        _empty_strided_cuda,
+    )
+except ImportError:  # it is not public
+    _empty_strided_cuda = None
 
 from rlbench.kernels import jit
 from rlbench.kernels.attention.tensor_map import encoded
@@ -177,6 +183,8 @@ class Runner:
 
 def scratch(elements: int) -> Tensor:
     """So many uninitialized fp32 elements on the current device."""
+    if _empty_strided_cuda is None:
+        return torch.empty(elements, dtype=torch.float32, device="cuda")
     # What torch.compile's code calls; torch.empty() takes more than twice as long.
     empty: Tensor = _empty_strided_cuda((elements,), (1,), torch.float32)
     return empty

@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # it is not public: a torch without it has the call recognized by its key
+    TensorGuards = None  # type: ignore[assignment,misc]
 
 from rlbench.kernels.attention import decode, generic, prefill, stream
 from rlbench.kernels.attention.checks import check
@@ -114,6 +118,8 @@ def _keep(key: tuple[object, ...], runner: Runner) -> None:
 def _comparison(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
     """What says whether others have the same sizes, strides, dtypes and devices (and are looked at
     in the same way: not by inference mode, for one, if these are not)."""
+    if TensorGuards is None:
+        return lambda *_: False
     guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     return guards.check
 
