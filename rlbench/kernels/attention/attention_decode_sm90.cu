@@ -31,6 +31,7 @@
 #include "copy.cuh"
 #include "decode_task.cuh"
 #include "definition.cuh"
+#include "key_weights.cuh"
 #include "mbarrier.cuh"
 #include "mma.cuh"
 #include "numeric.cuh"
@@ -126,10 +127,6 @@ __device__ __forceinline__ unsigned value_offset(int warp, int row, int chunk) {
   return static_cast<unsigned>((panel * kTileKeys + row) * kValueRow + swizzled * kChunkBytes);
 }
 
-__device__ __forceinline__ float2& shared_pair(unsigned char* memory, int begin, int index) {
-  return reinterpret_cast<float2*>(memory + begin)[index];
-}
-
 // Where the tiles of a split are: what maps of tiles (tensor_map.py) call rows and pages.
 struct Place {
   int row, page;
@@ -139,19 +136,6 @@ struct Place {
     return {__shfl_sync(kFullWarp, row, lane), __shfl_sync(kFullWarp, page, lane)};
   }
 };
-
-// The largest scores of 16 keys, of which this lane has two, for its two heads; in all of its lanes.
-__device__ __forceinline__ float2 largest_of_keys(const float (&scores)[4], int g) {
-  // Lanes whose g is even go on with head 2c, the others with head 2c + 1.
-  const bool even = g % 2 == 0;
-  const float first = fmaxf(scores[0], scores[2]), second = fmaxf(scores[1], scores[3]);
-  float largest =
-      fmaxf(even ? first : second, __shfl_xor_sync(kFullWarp, even ? second : first, 4));
-  largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 8));
-  largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 16));
-  const float other = __shfl_xor_sync(kFullWarp, largest, 4);
-  return even ? make_float2(largest, other) : make_float2(other, largest);
-}
 
 // What a value warp's products of a block take.
 struct Fragments {
@@ -362,7 +346,9 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       // For the same lane.
       shared_pair(memory, own_scores, n * 64 + lane) = make_float2(scores[0], scores[1]);
       shared_pair(memory, own_scores, n * 64 + 32 + lane) = make_float2(scores[2], scores[3]);
-      const float2 largest = largest_of_keys(scores, g);
+      const float one = largest_of_keys(scores, g);
+      const float other = __shfl_xor_sync(kFullWarp, one, 4);
+      const float2 largest = g % 2 == 0 ? make_float2(one, other) : make_float2(other, one);
       if (g < kRanks) {  // each lane to one rank
         const unsigned to = base + kTileMax + (tile * kMaxPitch + 2 * c) * 4;
         const unsigned its = static_cast<unsigned>(g);
@@ -411,23 +397,13 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       const float2 low = shared_pair(memory, own_scores, n * 64 + lane);
       const float2 high = shared_pair(memory, own_scores, n * 64 + 32 + lane);
       const float scores[4] = {low.x, low.y, high.x, high.y};
-      float p[4], pairs[2];  // of keys g and keys g + 8, and of the sums' head
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        p[e] = exp2_approx(__fmaf_rn(scores[e], scale_log2, -scaled[e % 2]));
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        // Keys 2q and 2q + 1 are in lanes whose g differ in the last bit.
-        const float even = p[2 * half], odd = p[2 * half + 1];
-        pairs[half] = __fadd_rn(g % 2 == 0 ? even : odd,
-                                __shfl_xor_sync(kFullWarp, g % 2 == 0 ? odd : even, 4));
-      }
+      const KeyWeights<Element> weights(scores, scaled, scale_log2, g);
       // Eight bytes a lane: four heads of key g from an even c, of key g + 8 from an odd one.
-      const unsigned words[2] = {Element::pack(p[0], p[1]), Element::pack(p[2], p[3])};
       const bool is_odd = c % 2 != 0;
-      const unsigned got = __shfl_xor_sync(kFullWarp, is_odd ? words[0] : words[1], 1);
-      const unsigned first = is_odd ? got : words[0], second = is_odd ? words[1] : got;
+      const unsigned got = 
+          __shfl_xor_sync(kFullWarp, is_odd ? weights.rounded[0] : weights.rounded[1], 1);
+      const unsigned first = is_odd ? got : weights.rounded[0];
+      const unsigned second = is_odd ? weights.rounded[1] : got;
       const int key = tile * kTileKeys + g + (is_odd ? 8 : 0);
       const unsigned to = base + kWeights + key * (kHeads * 2) + c / 2 * 8;
       const unsigned its = barrier(kThere + block);
@@ -435,11 +411,11 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       for (unsigned r = 0; r < kRanks; ++r) {
         send_remote(shared_of(to, r), first, second, shared_of(its, r));
       }
-      // For the summing warp's lane 4 h + q.
-      const unsigned to_sums = base + kSums + tile * kTileSums + ((2 * c + g % 2) * 4 + g / 2) * 8;
+      const unsigned to_sums =
+          base + kSums + tile * kTileSums + KeyWeights<Element>::kept_by(g, c) * 8;
 #pragma unroll 1
       for (unsigned r = 0; r < static_cast<unsigned>(sums); ++r) {
-        send_remote(shared_of(to_sums, r), pairs[0], pairs[1], shared_of(its, r));
+        send_remote(shared_of(to_sums, r), weights.pairs[0], weights.pairs[1], shared_of(its, r));
       }
     }
     // --- 3: V that the ring had no room for --------------------------------------------------------

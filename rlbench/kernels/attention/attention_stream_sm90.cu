@@ -29,6 +29,7 @@
 #include "definition.cuh"
 #include "key_boxes.cuh"
 #include "key_stream.cuh"
+#include "key_weights.cuh"
 #include "mbarrier.cuh"
 #include "merge.cuh"
 #include "mma.cuh"
@@ -100,10 +101,6 @@ using Keys = KeyStream<kHeadDim, kBlockKeys, kWarps, kPaged, Tile>;
 // Tile::offset(row, chunk + n) from that with n = 0 or 1, for an even chunk that is known.
 __device__ __forceinline__ unsigned k_offset(unsigned begin, int chunk) {
   return (begin ^ (chunk % 8 * kChunkBytes)) + chunk / 8 * Tile::kPanelBytes;
-}
-
-__device__ __forceinline__ float2& shared_pair(unsigned char* memory, int begin, int index) {
-  return reinterpret_cast<float2*>(memory + begin)[index];
 }
 
 // One value for each head of the tile, as the lanes of a warp hold them: lane (g, c) those of the
@@ -285,24 +282,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
     }
 
     if (has_keys) {
-      float p[4], pairs[2];  // of keys g and keys g + 8, and of this lane's head
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        p[e] = exp2_approx(__fmaf_rn(scores[e], scale_log2, -scaled.of[e % 2]));
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        // Keys 2q and 2q + 1 are in lanes whose g differ in the last bit.
-        const float even = p[2 * half], odd = p[2 * half + 1];
-        pairs[half] = __fadd_rn(g % 2 == 0 ? even : odd,
-                                __shfl_xor_sync(kFullWarp, g % 2 == 0 ? odd : even, 4));
-      }
+      const KeyWeights<Element> weights(scores, scaled.of, scale_log2, g);
       unsigned* rows = reinterpret_cast<unsigned*>(memory + kWeights);
-      rows[(warp * 16 + g) * (kHeads / 2) + c] = Element::pack(p[0], p[1]);
-      rows[(warp * 16 + g + 8) * (kHeads / 2) + c] = Element::pack(p[2], p[3]);
-      // For the summing warp's lane 4 h + q.
-      shared_pair(memory, kPairSums, warp * 32 + (2 * c + g % 2) * 4 + g / 2) =
-          make_float2(pairs[0], pairs[1]);
+      rows[(warp * 16 + g) * (kHeads / 2) + c] = weights.rounded[0];
+      rows[(warp * 16 + g + 8) * (kHeads / 2) + c] = weights.rounded[1];
+      shared_pair(memory, kPairSums, warp * 32 + KeyWeights<Element>::kept_by(g, c)) =
+          make_float2(weights.pairs[0], weights.pairs[1]);
     }
 
     if (++block <= first_block) {
@@ -365,12 +350,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim == 64 ? 2 : 1)
       for (int e = 0; e < 4; ++e) {
         if (first_key + g + e / 2 * 8 >= task.k_length) scores[e] = -kInfinity;
       }
-      // Lanes whose g is even go on with head 2c, the others with head 2c + 1.
-      const float even = fmaxf(scores[0], scores[2]), odd = fmaxf(scores[1], scores[3]);
-      float largest = fmaxf(g % 2 == 0 ? even : odd,
-                            __shfl_xor_sync(kFullWarp, g % 2 == 0 ? odd : even, 4));
-      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 8));
-      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 16));
+      const float largest = largest_of_keys(scores, g);
       if (g < 2) shared_float(memory, kTileMax, warp * kHeads + 2 * c + g) = largest;
     }
 

@@ -67,4 +67,8 @@ __device__ __forceinline__ float& shared_float(unsigned char* memory, int begin,
   return reinterpret_cast<float*>(memory + begin)[index];
 }
 
+__device__ __forceinline__ float2& shared_pair(unsigned char* memory, int begin, int index) {
+  return reinterpret_cast<float2*>(memory + begin)[index];
+}
+
 }  // namespace rlbench
