@@ -400,7 +400,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       const KeyWeights<Element> weights(scores, scaled, scale_log2, g);
       // Eight bytes a lane: four heads of key g from an even c, of key g + 8 from an odd one.
       const bool is_odd = c % 2 != 0;
-      const unsigned got = 
+      const unsigned got =
           __shfl_xor_sync(kFullWarp, is_odd ? weights.rounded[0] : weights.rounded[1], 1);
       const unsigned first = is_odd ? got : weights.rounded[0];
       const unsigned second = is_odd ? weights.rounded[1] : got;
