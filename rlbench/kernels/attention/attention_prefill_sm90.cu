@@ -100,12 +100,11 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                   (1 + kConsumers) * (65536 / kThreads / 8 * 8),
               "the launch's registers");
 
-// The producer's warps that prepare tiles, and arrivals at barriers when a note and Q, or a block of K
-// or V, are there: each thread that has written something arrives, and again after its copies where
-// the barrier waits for those.
+// The producer's warps that prepare tiles, and arrivals at barriers when Q, or a block of K or V, is
+// there: each warp arrives once, and where the barrier waits for copies, each thread does.
 constexpr int kTileWarps = kTma ? 3 : 4;
 constexpr int kTileThreads = 32 * kTileWarps;
-constexpr int kTileArrivals = kTileThreads * (kTmaQ || kTma ? 1 : 2);
+constexpr int kTileArrivals = kTileWarps + (kTmaQ || kTma ? 0 : kTileThreads);
 constexpr int kKeyArrivals = kTma ? 1 : 128;
 
 // The consumers start their products in turns, so that one's softmax runs under another's products
@@ -327,7 +326,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (tile_warp == 0 && is_elected()) prefetch_tensor_map(&q_map);
     // Of a warp, once it has noted its rows.
     const auto bring_q = [&](const Rows& rows, int first_place) {
-      if (tile_warp != 0 || !is_elected()) {
+      __syncwarp();
+      if (!is_elected()) return;
+      if (tile_warp != 0) {
         mbarrier_arrive(full_q);
       } else {
         mbarrier_arrive_expecting(full_q, kPanels * kQPanel);
@@ -348,7 +349,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       } else {
         mbarrier_arrive_after_copies(full_q);
       }
-      mbarrier_arrive(full_q);
+      __syncwarp();
+      if (is_elected()) mbarrier_arrive(full_q);
     };
 #endif
     // A note, and Q, for the consumers.
@@ -374,7 +376,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       await_free_q();
       if (tile_thread == 0) notes[earlier_tiles % 2].blocks = 0;
       if constexpr (!kTma && !kTmaQ) mbarrier_arrive(full_q);  // where copies do
-      mbarrier_arrive(full_q);
+      __syncwarp();
+      if (is_elected()) mbarrier_arrive(full_q);
     };
 #if TMA
     if (warp == 0) {
