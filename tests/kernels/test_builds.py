@@ -74,8 +74,10 @@ def test_the_softmax_does_not_wait_for_products(build: prefill.Variant) -> None:
 def test_shared_memory_fits(arch: str) -> None:
     for their_arch, build in BUILDS:
         assert their_arch != arch or build.shared_bytes <= SHARED_LIMIT[arch]
-    # An SM has 228 KiB, and each block takes another one of them.
-    assert all(v.blocks_per_sm * (v.shared_bytes + 1024) <= 228 * 1024 for v in stream.variants())
+    # An SM has 228 KiB, and each block takes another one of them: two blocks fit at head dim 64.
+    for build in stream.variants():
+        blocks = 2 if build.head_dim == 64 else 1
+        assert blocks * (build.shared_bytes + 1024) <= 228 * 1024
     # GPUs with the least shared memory (8.6, 8.9, 12.0) have 99 KiB for a block.
     assert all(
         min(v.shared_bytes for v in generic.variants() if v.head_dim == head_dim) <= 99 * 1024

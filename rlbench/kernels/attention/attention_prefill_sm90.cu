@@ -8,7 +8,7 @@
 // THE SCHEDULE
 //
 // A thread block takes tiles of rows, (position, head in group) pairs, 64 for each consumer
-// warpgroup: one of each gridDim.x, the longest first. The producer runs ahead, into the
+// warpgroup, dealt out as `Places` and `Deal` say. The producer runs ahead, into the
 // next tile, too. It copies Q, and K and V into two stages each, zeros for absent ones, and with Q a
 // note of what the tile is: the divisions that tell positions from heads are made once, while there
 // is time. Tiles without keys it writes itself. A consumer starts the next block's scores, then the

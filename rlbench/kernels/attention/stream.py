@@ -45,11 +45,6 @@ class Variant(Family):
         return 16 if self.paged else BLOCK_KEYS[self.head_dim]
 
     @property
-    def blocks_per_sm(self) -> int:
-        """Thread blocks that an SM has room for."""
-        return 2 if self.head_dim == 64 else 1
-
-    @property
     def shared_bytes(self) -> int:
         """Stages of K and V, and room to align them; a block's weights, their sums by pairs, and
         largest scores; with TMA, a barrier for each stage."""

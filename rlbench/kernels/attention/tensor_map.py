@@ -86,10 +86,7 @@ def of_keys(pointer: int, keys: Tensor) -> TensorMap | None:
     """
     rows, heads, head_dim = keys.shape
     panels = head_dim // _PANEL
-    row = head_dim * _ELEMENT_BYTES
-    # The stride of a single one is anything, and is not used.
-    row_stride = keys.stride(0) * _ELEMENT_BYTES if rows > 1 else row
-    head_stride = keys.stride(1) * _ELEMENT_BYTES if heads > 1 else row
+    row_stride, head_stride = _strides(keys)
     possible = (
         0 < rows < _COORDINATE_LIMIT - 1
         and heads < _COORDINATE_LIMIT
@@ -116,10 +113,7 @@ def of_queries(pointer: int, q: Tensor, group: int, tile_rows: int) -> TensorMap
     """
     rows, heads, head_dim = q.shape
     panels = head_dim // _PANEL
-    row = head_dim * _ELEMENT_BYTES
-    # The stride of a single one is anything, and is not used.
-    row_stride = q.stride(0) * _ELEMENT_BYTES if rows > 1 else row
-    head_stride = q.stride(1) * _ELEMENT_BYTES if heads > 1 else row
+    row_stride, head_stride = _strides(q)
     possible = (
         tile_rows % group == 0
         and 0 < rows < _COORDINATE_LIMIT
@@ -133,7 +127,7 @@ def of_queries(pointer: int, q: Tensor, group: int, tile_rows: int) -> TensorMap
         pointer,
         0,
         (_PANEL, heads, rows, panels, 1),
-        (head_stride, row_stride, _PANEL * _ELEMENT_BYTES, row),
+        (head_stride, row_stride, _PANEL * _ELEMENT_BYTES, head_dim * _ELEMENT_BYTES),
         (_PANEL, group, tile_rows // group, panels, 1),
     )
 
@@ -147,13 +141,8 @@ def of_tiles(pointer: int, keys: Tensor, rows: int, columns: int) -> TensorMap |
     head, which begin at a multiple of `columns`.
     """
     pages, page_size, heads, head_dim = keys.shape if keys.dim() == 4 else (1, *keys.shape)
-    row = head_dim * _ELEMENT_BYTES
-    strides = [stride * _ELEMENT_BYTES for stride in keys.stride()[:-1]]
-    page_stride, row_stride, head_stride = strides if keys.dim() == 4 else (row, *strides)
-    # The stride of a single one is anything, and is not used.
-    row_stride = row_stride if page_size > 1 else row
-    head_stride = head_stride if heads > 1 else row
-    page_stride = page_stride if pages > 1 else row
+    row_stride, head_stride = _strides(keys)
+    page_stride = (keys.stride(0) if pages > 1 else head_dim) * _ELEMENT_BYTES
     paged = keys.dim() == 4
     possible = (
         0 < page_size < _COORDINATE_LIMIT
@@ -182,11 +171,8 @@ def of_ends(pointer: int, keys: Tensor, rows: int) -> TensorMap | None:
     is at x = `rows` - n, y = row + n.
     """
     pages, page_size, heads, head_dim = keys.shape if keys.dim() == 4 else (1, *keys.shape)
-    row = head_dim * _ELEMENT_BYTES
-    # The stride of a single one is anything, and is not used.
-    row_stride = keys.stride(-3) * _ELEMENT_BYTES if page_size > 1 else row
-    head_stride = keys.stride(-2) * _ELEMENT_BYTES if heads > 1 else row
-    page_stride = keys.stride(0) * _ELEMENT_BYTES if pages > 1 and keys.dim() == 4 else 0
+    row_stride, head_stride = _strides(keys)
+    page_stride = keys.stride(0) * _ELEMENT_BYTES if pages > 1 else 0
     paged = keys.dim() == 4
     possible = (
         pages > 0
@@ -215,6 +201,17 @@ def page_rows(keys: Tensor) -> int:
     """Rows from one page to the next, where `of_ends` has a map; 0 for packed keys."""
     one_page = keys.dim() == 3 or keys.shape[0] == 1
     return 0 if one_page else keys.stride(0) // keys.stride(1)
+
+
+def _strides(tensor: Tensor) -> tuple[int, int]:
+    """Bytes between the rows of [.., rows, heads, head_dim], and between its heads.
+
+    The stride of a single one is anything, and is not used: a row's bytes stand in for it.
+    """
+    rows, heads, head_dim = tensor.shape[-3:]
+    row_stride = tensor.stride(-3) if rows > 1 else head_dim
+    head_stride = tensor.stride(-2) if heads > 1 else head_dim
+    return row_stride * _ELEMENT_BYTES, head_stride * _ELEMENT_BYTES
 
 
 def _is_stride(size: int) -> bool:

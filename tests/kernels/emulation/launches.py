@@ -11,10 +11,20 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 from unittest import mock
 
+import pytest
 import torch
 
 from emulation.builds import EAGER, Edit, Schedule, Shape, launch, program, raw_bytes
-from emulation.problems import NAN, Case, Problem, Result, bits, gapped, problem_of
+from emulation.problems import (
+    NAN,
+    Case,
+    Problem,
+    Result,
+    assert_same_bits,
+    bits,
+    gapped,
+    problem_of,
+)
 from rlbench.kernels.attention import combine, decode, generic, prefill, stream, tensor_map, tiles
 
 if TYPE_CHECKING:
@@ -102,3 +112,10 @@ def generic_result(case: Case) -> Result:
     """What every kernel has to give."""
     problem = problem_of(case)
     return run(problem, generic_plan(problem))
+
+
+def assert_noticed(problem: Problem, plan: Plan, schedule: Schedule, edit: Edit) -> None:
+    """With the edit the bits are other than the generic kernel's, or it cannot go on."""
+    want = generic_result(problem.case)
+    with pytest.raises(AssertionError, match=r"that differ|deadlock:|fault:"):
+        assert_same_bits(run(problem, plan, schedule, edit), want)
