@@ -60,14 +60,20 @@ def test_builds_without_spills(arch: str, build: Build) -> None:
 )
 def test_the_softmax_does_not_wait_for_products(build: prefill.Variant) -> None:
     # ptxas would have all of them waited for first. Opcodes of sm_90a, in 16 bytes each.
-    warpgroup, exp2 = 0x9C5, 0x308
+    warpgroup, exp2, maximum, rounding = 0x9C5, 0x308, 0x209, 0x23E
     code = jit.compile_cubin(build.source, arch="sm_90a", defines=build.defines).code
     opcodes = [low & 0xFFF for low, _ in struct.iter_unpack("<QQ", code[: len(code) // 16 * 16])]
     at = [i for i, opcode in enumerate(opcodes) if opcode == warpgroup]
     # Products start, S(0) is waited for, S(j) and P V start, S(j) is waited for, and O.
-    between = [opcodes[i:j].count(exp2) for i, j in itertools.pairwise(at)][:5]
+    parts = [opcodes[i:j] for i, j in itertools.pairwise(at)][:6]
     weights = BLOCK_KEYS[build.head_dim] // 2  # of a thread
-    assert [count >= weights for count in between] == [False, True, False, False, True]
+    softmaxes = [part.count(exp2) > weights // 2 for part in parts]
+    assert softmaxes == [False, True, False, False, False, True]
+    # Nearly all of the maxima come before O is waited for, ...
+    assert parts[4].count(maximum) > weights * 3 // 4
+    # ... and after that weights are rounded while there are exponentials to come.
+    in_the_middle = [i for i, opcode in enumerate(parts[5]) if opcode == exp2][weights // 2]
+    assert parts[5][:in_the_middle].count(rounding) >= weights // 8
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

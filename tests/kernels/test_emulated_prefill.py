@@ -221,7 +221,7 @@ def test_more_keys_than_promised_are_nan(page_size: int | None) -> None:
 @pytest.mark.parametrize(
     ("wait", "schedule"),
     [
-        ("mbarrier_wait(empty_q, earlier_tiles % 2 ^ 1);", EAGER),
+        ("await_free(empty_q, earlier_tiles % 2 ^ 1);", EAGER),
         ("wgmma_wait<1>();\n      end_scores", LAZY),
         ("wgmma_wait<1>();\n      end_values", LAZY),
         ("wgmma_wait<0>();\n      end_scores(next", LAZY),
@@ -236,10 +236,10 @@ def test_a_missing_wait_is_noticed(wait: str, schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "schedule"),
     [
-        ("mbarrier_wait(empty_q, earlier_tiles % 2 ^ 1);", "", EAGER),
+        ("await_free(empty_q, earlier_tiles % 2 ^ 1);", "", EAGER),
         ("mbarrier_wait(barrier(kFullV, before.stage), before.parity);", "", LAZY),
         ("mbarrier_wait(barrier(kFullV, turn.stage), turn.parity);", "", LAZY),
-        ("mbarrier_wait(barrier(empty, turn.stage), turn.parity ^ 1);", "", EAGER),
+        ("await_free(barrier(empty, turn.stage), turn.parity ^ 1);", "", EAGER),
         ("mbarrier_arrive_expecting(barrier(full", "mbarrier_arrive_expecting(barrier(empty", LAZY),
         ("turn.stage), kStageBytes);", "turn.stage), kStageBytes / 2);", EAGER),
         ("copy_async_wait_all();\n        fence", "fence", LAZY),
@@ -254,11 +254,12 @@ def test_what_is_wrong_with_tma_is_noticed(old: str, new: str, schedule: Schedul
 @pytest.mark.parametrize(
     ("old", "new", "schedule"),
     [
-        ("mbarrier_wait(empty_q, earlier_tiles % 2 ^ 1);", "", EAGER),
+        ("await_free(empty_q, earlier_tiles % 2 ^ 1);", "", EAGER),
         ("mbarrier_wait(full_q, tile % 2);", "", LAZY),
         ("mbarrier_arrive_expecting(full_q, kPanels * kQPanel);", "mbarrier_arrive(full_q);", LAZY),
         ("kPanels * kQPanel);", "kQPanel);", EAGER),
         ("if (tile_thread == 0) rows.note(note, blocks);", "", EAGER),
+        ("is_k_there = mbarrier_is_over(", "is_k_there = next.stage < kStages || (", LAZY_SHUFFLED),
         ("Note& note = notes[earlier_tiles % 2];", "Note& note = notes[0];", EAGER),
     ],
 )
@@ -266,6 +267,24 @@ def test_what_is_wrong_with_q_is_noticed(old: str, new: str, schedule: Schedule)
     problem = problem_of(Q_BY_TMA)
     edit = Edit("attention_prefill_sm90.cu", old, new)
     assert_noticed(problem, prefill_plan(problem, 1, tma=True), schedule, edit)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("end_split(ended, blocks - 1 == kSplitBlocks);", "{}"),
+        ("if (splits) rescale[0] = rescale[1] = 1.0f;", ""),
+        (
+            "const bool leaves = kLeavesLate && place == 0 && block > 1;",
+            "const bool leaves = false;",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_split_that_leaves_late_is_noticed(old: str, new: str) -> None:
+    split = split_keys(Q_BY_TMA.head_dim)
+    problem = problem_of(Q_BY_TMA._replace(lengths=((2, split + 1), (3, split + 200))))
+    edit = Edit("attention_prefill_sm90.cu", old, new)
+    assert_noticed(problem, prefill_plan(problem, 1, tma=True), EAGER, edit)
 
 
 def test_a_box_that_reaches_into_the_next_sequence_is_noticed() -> None:

@@ -77,6 +77,12 @@ constexpr bool kWaitsHere = kHeadDim <= 128;
 constexpr int kWaitingTile = kVTiles + kStages * kStageBytes;
 // A thread's float4s of O, and of its rows' maxima and sums, for which registers have to do else.
 constexpr int kWaiting = kDimTiles + (kHeadDim == 128 ? 0 : 1);
+constexpr int kFirstTiles = kKeyTiles / 4;  // of weights, made before products are waited for
+// What pays depends on what there are registers for: O leaves, after a split, while the next scores are
+// computed, and K is known to be there before that matters; multiplications by 1 are left out.
+constexpr bool kLeavesLate = kHeadDim == 128;
+constexpr bool kPeeks = kHeadDim == 128;
+constexpr bool kBranches = kHeadDim == 256;
 using Note = TileNote<kTileRows>;
 constexpr int kNotes = kWaitingTile + (kWaitsHere ? kConsumerThreads * kWaiting * 16 : 0);
 constexpr int kBarriers = kNotes + 2 * static_cast<int>(sizeof(Note));
@@ -254,6 +260,15 @@ __device__ __forceinline__ void see_copies() {
   if constexpr (!kTma) fence_async_proxy();
 }
 
+// What the producer waits for takes long.
+__device__ __forceinline__ void await_free(unsigned empty, unsigned parity) {
+  if constexpr (kTma) {
+    mbarrier_sleep(empty, parity);
+  } else {
+    mbarrier_wait(empty, parity);  // with all its warps copying it has no registers for the other
+  }
+}
+
 // Of Q (tensor_map.py): the dimensions are the elements of a panel, heads, rows, and panels.
 #if TMA_Q
 #define Q_MAP , const __grid_constant__ TensorMap q_map
@@ -321,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int tile_warp = warp - (4 - kTileWarps);
     const int tile_thread = tile_warp * 32 + lane;
     // Waits until nobody reads the last Q: then nobody reads the note of the tile before it either.
-    const auto await_free_q = [&]() { mbarrier_wait(empty_q, earlier_tiles % 2 ^ 1); };
+    const auto await_free_q = [&]() { await_free(empty_q, earlier_tiles % 2 ^ 1); };
 #if TMA_Q
     if (tile_warp == 0 && is_elected()) prefetch_tensor_map(&q_map);
     // Of a warp, once it has noted its rows.
@@ -392,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const int first_row = static_cast<int>(page_size_arg) - end;  // zeros from `end` on
         const auto load = [&](const TensorMap* map, int tiles, int full, int empty, int block) {
           const Turn turn(earlier_blocks + block);
-          mbarrier_wait(barrier(empty, turn.stage), turn.parity ^ 1);
+          await_free(barrier(empty, turn.stage), turn.parity ^ 1);
           mbarrier_arrive_expecting(barrier(full, turn.stage), kStageBytes);
           copy_box(base + tiles + turn.stage * kStageBytes, map, barrier(full, turn.stage), 0,
                    first_row + block * kBlockKeys, 0, static_cast<int>(rows.kv_head),
@@ -444,10 +459,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const unsigned offset = turn.stage * kStageBytes;
         const int first_key = block * kBlockKeys;
         keys.find(first_key, warp, lane);
-        mbarrier_wait(barrier(kEmptyK, turn.stage), turn.parity ^ 1);
+        await_free(barrier(kEmptyK, turn.stage), turn.parity ^ 1);
         keys.copy(base + kKTiles + offset, k_head, k_strides, first_key, warp, lane);
         mbarrier_arrive_after_copies(barrier(kFullK, turn.stage));
-        mbarrier_wait(barrier(kEmptyV, turn.stage), turn.parity ^ 1);
+        await_free(barrier(kEmptyV, turn.stage), turn.parity ^ 1);
         keys.copy(base + kVTiles + offset, v_head, v_strides, first_key, warp, lane);
         mbarrier_arrive_after_copies(barrier(kFullV, turn.stage));
       }
@@ -522,31 +537,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     float rescale[2];
     unsigned weights[kKeySteps][4];
 
-    // Raw scores to weights; `rescale` is what O has to be multiplied by, if so.
-    const auto weigh = [&](int block) {
-      if (block >= whole) rows.hide(scores, block * kBlockKeys, warp_row, same_lane());
-      return softmax.block_in_order(scores, scale_log2, rescale, lowest);
-    };
     float4 waiting_rows;  // maxima and sums, where they wait in registers
-    const auto end_split = [&](SoftmaxRows& ended, bool first, bool last) {
-      float4* waiting = kWaitsHere ? reinterpret_cast<float4*>(aligned + kWaitingTile)
-                                   : reinterpret_cast<float4*>(work) +
-                                         static_cast<long long>(blockIdx.x) * kConsumerThreads *
-                                             kWaiting;
-      waiting += thread / 32 * 32 * kWaiting + lane;
-      float4& rows = kWaiting > kDimTiles ? waiting[kDimTiles * 32] : waiting_rows;
-      if (!first) meet(waiting, rows, ended, acc, scale_log2);
-      if (!last) {
-        rows = both_of(ended);
-        leave(waiting, acc);
-      }
+    const auto waiting = [&]() {
+      float4* all = kWaitsHere ? reinterpret_cast<float4*>(aligned + kWaitingTile)
+                               : reinterpret_cast<float4*>(work) +
+                                     static_cast<long long>(blockIdx.x) * kConsumerThreads * kWaiting;
+      return all + (thread / 32 * 32 * kWaiting + lane);
     };
-    // Between the softmax and the wait for the products that it runs under, since ptxas would put
-    // that wait first; but it moves nothing past a loop, and this one takes the sums. It never turns:
-    // the barrier's phase is over, and stays so until V is released.
-    const auto hold_products = [&](const Turn& turn) {
-      const float sums = __fadd_rn(softmax.sum[0], softmax.sum[1]);
-      mbarrier_hold_until(sums, barrier(kFullV, turn.stage), turn.parity);
+    const auto rows_of = [&](float4* waiting) -> float4& {
+      return kWaiting > kDimTiles ? waiting[kDimTiles * 32] : waiting_rows;
+    };
+    // What came of a split waits, merged with what came of those before it.
+    const auto end_split = [&](SoftmaxRows& ended, bool first) {
+      float4* const there = waiting();
+      if (!first) meet(there, rows_of(there), ended, acc, scale_log2);
+      rows_of(there) = both_of(ended);
+      leave(there, acc);
+    };
+    const auto hide_scores = [&](int block) {
+      if (block >= whole) rows.hide(scores, block * kBlockKeys, warp_row, same_lane());
     };
     const auto round_weights = [&]() {
 #pragma unroll
@@ -560,13 +569,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
     };
 
-    weigh(0);
+    hide_scores(0);
+    const float second = softmax.begin_block<kFirstTiles>(scores, scale_log2, rescale, lowest);
+    softmax.end_block<kFirstTiles>(scores, second, scale_log2, rescale);
     round_weights();
+    SoftmaxRows ended;
     int place = 0;  // in its split, of the block whose weights there are
+    bool is_k_there = false;
     for (int block = 1; block < blocks; ++block) {
       const Turn turn(earlier_blocks + block);
       const Turn before(earlier_blocks + block - 1);
-      mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
+      if (!is_k_there) mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
       see_copies();
       named_barrier(1 + consumer, kTurnThreads);
       keep_order(scores);
@@ -575,31 +588,56 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       wgmma_fence();
       start_scores(scores, q_matrix(0), k_matrix(turn.stage * kStageBytes));
       wgmma_commit();
+      const bool leaves = kLeavesLate && place == 0 && block > 1;
+      if (leaves) {
+        named_barrier_arrive(1 + next_consumer, kTurnThreads);
+        end_split(ended, block - 1 == kSplitBlocks);
+      }
       mbarrier_wait(barrier(kFullV, before.stage), before.parity);
       see_copies();
       start_values(acc, weights, v_matrix(before.stage * kStageBytes), place > 0);
       wgmma_commit();
-      named_barrier_arrive(1 + next_consumer, kTurnThreads);
+      if (!leaves) named_barrier_arrive(1 + next_consumer, kTurnThreads);
       wgmma_wait<1>();
       end_scores(blocks, block);
-      // With a new split, what was before waits, and weights are relative to nothing.
+      // With a new split, weights are relative to nothing.
       const bool splits = place == kSplitBlocks - 1;
       place = splits ? 0 : place + 1;
-      SoftmaxRows ended = softmax;
+      ended = softmax;
       if (splits) softmax = SoftmaxRows();
-      const bool changed = weigh(block);
-      hold_products(before);
+      hide_scores(block);
+      float second = softmax.begin_block<kFirstTiles>(scores, scale_log2, rescale, lowest);
+      // ptxas would wait for the products at once; but it moves no wait past a loop, and this one takes
+      // the rescaling. It never turns: the barrier's phase is over, and stays so until V is released.
+      keep_order(scores);
+      keep_order(second);
+      mbarrier_hold_until(rescale[0], barrier(kFullV, before.stage), before.parity);
       wgmma_wait<0>();
       keep_order(acc);
       keep_order(weights);
+      keep_order(second);
       release(barrier(kEmptyV, before.stage));
+      if (kPeeks) {
+        const Turn next(earlier_blocks + block + 1);
+        is_k_there = mbarrier_is_over(barrier(kFullK, next.stage), next.parity);
+      }
+      softmax.end_block<kFirstTiles>(scores, second, scale_log2, rescale);
       round_weights();
-      if (splits) {
-        end_split(ended, block == kSplitBlocks, false);  // O starts afresh with place 0
-      } else if (changed) {
+      if constexpr (kBranches) {
+        const bool changed = __any_sync(kFullWarp, rescale[0] != 1.0f || rescale[1] != 1.0f);
+        if (splits) {
+          end_split(ended, block == kSplitBlocks);
+          forget(scores);  // more of O can be on its way at a time
+        } else if (changed) {
+          rescale_all(acc, rescale);
+        }
+      } else {
+        if (splits) rescale[0] = rescale[1] = 1.0f;  // what ended is not to be rescaled
         rescale_all(acc, rescale);
+        if (splits && !kLeavesLate) end_split(ended, block == kSplitBlocks);
       }
     }
+    if (kLeavesLate && place == 0 && blocks > 1) end_split(ended, blocks - 1 == kSplitBlocks);
     const Turn turn(earlier_blocks + blocks - 1);
     mbarrier_wait(barrier(kFullV, turn.stage), turn.parity);
     see_copies();
@@ -613,7 +651,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       keep_order(acc);
       keep_order(weights);
       release(barrier(kEmptyV, turn.stage));
-      if (blocks > kSplitBlocks) end_split(softmax, false, true);
+      if (blocks > kSplitBlocks) {
+        float4* const there = waiting();
+        meet(there, rows_of(there), softmax, acc, scale_log2);
+      }
       rows.write<Element>(softmax, acc, out, out_row_stride, out_head_stride, lse, scale_arg, false,
                           warp_row, same_lane());
     };

@@ -39,6 +39,32 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
       : "memory");
 }
 
+// The same for what takes long: without a hint of how long it may sleep, the hardware asks again every
+// 60 cycles, at the cost of those who work.
+__device__ __forceinline__ void mbarrier_sleep(unsigned barrier, unsigned parity) {
+  constexpr unsigned kNanoseconds = 10'000'000;
+  asm volatile(
+      "{.reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1, %2;\n"
+      "@!done bra again;}"
+      ::"r"(barrier), "r"(parity), "r"(kNanoseconds)
+      : "memory");
+}
+
+// Whether that phase is complete.
+__device__ __forceinline__ bool mbarrier_is_over(unsigned barrier, unsigned parity) {
+  unsigned over;
+  asm volatile(
+      "{.reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, done;}"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return over != 0;
+}
+
 // Does nothing, in code that ptxas can neither begin before it has `result`, which is not negative,
 // nor move other waits across: it would wait for the phase, which has to be over already.
 __device__ __forceinline__ void mbarrier_hold_until(float result, unsigned barrier,

@@ -24,27 +24,33 @@ struct SoftmaxRows {
       const float next = next_max(scores, r);
       changed = changed || next != max[r];
       rescale[r] = move(r, next, scale);
-      weigh(scores, r, scale);
+      weigh<0, kTiles>(scores, r, scale);
     }
     return __any_sync(kFullWarp, changed);
   }
 
-  // The same, ordered so that the first row's exponentials, which take longest, do not wait for the
-  // second row's maximum. ptxas would find both maxima first; so the second one is made to depend on
-  // the first. `lowest` is -inf, without the compiler knowing.
-  template <int kTiles>
-  __device__ __forceinline__ bool block_in_order(float (&scores)[kTiles][4], float scale,
-                                                 float (&rescale)[2], float lowest) {
+  // The same in two halves, for a caller that waits for something between them: the first row's
+  // exponentials, which take longest, do not wait for the second row's maximum. This one begins the
+  // first row, up to the weights of kFirst tiles, and returns the largest of this lane's scores of the
+  // second row. ptxas would find both maxima first; so the second one is made to depend on the first.
+  // `lowest` is -inf, without the compiler knowing.
+  template <int kFirst, int kTiles>
+  __device__ __forceinline__ float begin_block(float (&scores)[kTiles][4], float scale,
+                                               float (&rescale)[2], float lowest) {
     const float first = own_max(scores, 0, scores[0][0]);
     const float second = own_max(scores, 1, fminf(first, lowest));
-    const float next[2] = {row_max(0, first), row_max(1, second)};
-    const bool changed = next[0] != max[0] || next[1] != max[1];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      rescale[r] = move(r, next[r], scale);
-      weigh(scores, r, scale);
-    }
-    return __any_sync(kFullWarp, changed);
+    rescale[0] = move(0, row_max(0, first), scale);
+    weigh<0, kFirst>(scores, 0, scale);
+    return second;
+  }
+
+  // And this one does the rest.
+  template <int kFirst, int kTiles>
+  __device__ __forceinline__ void end_block(float (&scores)[kTiles][4], float second, float scale,
+                                            float (&rescale)[2]) {
+    rescale[1] = move(1, row_max(1, second), scale);
+    weigh<kFirst, kTiles>(scores, 0, scale);
+    weigh<0, kTiles>(scores, 1, scale);
   }
 
   // The whole row's sum, (lane 0 + lane 1) + (lane 2 + lane 3) of its four lanes, in each of them.
@@ -94,11 +100,12 @@ struct SoftmaxRows {
     return rescale;
   }
 
-  template <int kTiles>
+  // Weights of a row's tiles from kFrom to kTo.
+  template <int kFrom, int kTo, int kTiles>
   __device__ __forceinline__ void weigh(float (&scores)[kTiles][4], int r, float scale) {
     const float scaled = __fmul_rn(reference_of(max[r]), scale);
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
+    for (int j = kFrom; j < kTo; ++j) {
       const float even = exp2_approx(__fmaf_rn(scores[j][2 * r], scale, -scaled));
       const float odd = exp2_approx(__fmaf_rn(scores[j][2 * r + 1], scale, -scaled));
       scores[j][2 * r] = even;

@@ -54,6 +54,21 @@ __device__ __forceinline__ void keep_order(float (&tiles)[kTiles][4]) {
   }
 }
 
+__device__ __forceinline__ void keep_order(float& value) {
+  asm volatile("" : "+f"(value)::"memory");
+}
+
+// Says that nobody needs these registers' values, so that ptxas may use them for something else before
+// here: what wgmma overwrites counts as read.
+template <int kTiles>
+__device__ __forceinline__ void forget(float (&tiles)[kTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(tiles[n][e]));
+  }
+}
+
 template <int kTiles>
 __device__ __forceinline__ void keep_order(unsigned (&tiles)[kTiles][4]) {
 #pragma unroll

@@ -447,8 +447,12 @@ void fence_writes() {
   std::erase_if(block().unfenced, [](const auto& write) { return write.second == running; });
 }
 
-void barrier_is_over(unsigned barrier, unsigned parity) {
-  if (barrier_at(barrier).generation % 2 == parity) fault("an mbarrier has not got so far");
+bool barrier_is_over(unsigned barrier, unsigned parity) {
+  return barrier_at(barrier).generation % 2 != parity;
+}
+
+void barrier_must_be_over(unsigned barrier, unsigned parity) {
+  if (!barrier_is_over(barrier, parity)) fault("an mbarrier has not got so far");
 }
 
 void start_copy(unsigned shared, const void* global, bool present) {

@@ -60,8 +60,8 @@ void barrier_arrive(unsigned barrier);
 // Eight bytes to a block of the cluster, counted towards a barrier that it has.
 void send(unsigned rank, unsigned address, float first, float second, unsigned barrier);
 void barrier_wait(unsigned barrier, unsigned parity);
-// That there would be no wait.
-void barrier_is_over(unsigned barrier, unsigned parity);
+bool barrier_is_over(unsigned barrier, unsigned parity);
+void barrier_must_be_over(unsigned barrier, unsigned parity);
 // The phase is not complete before so many more bytes of boxes have arrived, too.
 void barrier_expect(unsigned barrier, unsigned bytes);
 

@@ -19,8 +19,14 @@ inline void mbarrier_arrive_after_copies(unsigned barrier) {
 inline void mbarrier_wait(unsigned barrier, unsigned parity) {
   emulator::barrier_wait(barrier, parity);
 }
+inline void mbarrier_sleep(unsigned barrier, unsigned parity) {
+  emulator::barrier_wait(barrier, parity);
+}
+inline bool mbarrier_is_over(unsigned barrier, unsigned parity) {
+  return emulator::barrier_is_over(barrier, parity);
+}
 inline void mbarrier_hold_until(float, unsigned barrier, unsigned parity) {
-  emulator::barrier_is_over(barrier, parity);
+  emulator::barrier_must_be_over(barrier, parity);
 }
 
 inline void named_barrier(int id, int threads) {

@@ -43,6 +43,12 @@ void wgmma_wait() {
 
 template <class T>
 void keep_order(T&) {}
+template <int kTiles>
+void forget(float (&tiles)[kTiles][4]) {
+  for (auto& tile : tiles) {
+    for (float& value : tile) value = kNan;
+  }
+}
 
 template <class Element, int kTiles>
 struct Wgmma {
