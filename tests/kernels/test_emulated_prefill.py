@@ -221,7 +221,7 @@ def test_more_keys_than_promised_are_nan(page_size: int | None) -> None:
 @pytest.mark.parametrize(
     ("wait", "schedule"),
     [
-        ("await_free(empty_q, earlier_tiles % 2 ^ 1);", EAGER),
+        ("if (earlier_tiles > 0) named_barrier(kFreeQ, kConsumerThreads + kTileThreads);\n", EAGER),
         ("wgmma_wait<1>();\n      end_scores", LAZY),
         ("wgmma_wait<1>();\n      end_values", LAZY),
         ("wgmma_wait<0>();\n      end_scores(next", LAZY),
@@ -236,9 +236,13 @@ def test_a_missing_wait_is_noticed(wait: str, schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "schedule"),
     [
-        ("await_free(empty_q, earlier_tiles % 2 ^ 1);", "", EAGER),
-        ("mbarrier_wait(barrier(kFullV, before.stage), before.parity);", "", LAZY),
-        ("mbarrier_wait(barrier(kFullV, turn.stage), turn.parity);", "", LAZY),
+        (
+            "if (earlier_tiles > 0) named_barrier(kFreeQ, kConsumerThreads + kTileThreads);",
+            "",
+            EAGER,
+        ),
+        ("mbarrier_sleep(barrier(kFullV, before.stage), before.parity);", "", LAZY),
+        ("mbarrier_sleep(barrier(kFullV, turn.stage), turn.parity);", "", LAZY),
         ("await_free(barrier(empty, turn.stage), turn.parity ^ 1);", "", EAGER),
         ("mbarrier_arrive_expecting(barrier(full", "mbarrier_arrive_expecting(barrier(empty", LAZY),
         ("turn.stage), kStageBytes);", "turn.stage), kStageBytes / 2);", EAGER),
@@ -254,9 +258,13 @@ def test_what_is_wrong_with_tma_is_noticed(old: str, new: str, schedule: Schedul
 @pytest.mark.parametrize(
     ("old", "new", "schedule"),
     [
-        ("await_free(empty_q, earlier_tiles % 2 ^ 1);", "", EAGER),
-        ("mbarrier_wait(full_q, tile % 2);", "", LAZY),
-        ("mbarrier_arrive_expecting(full_q, kPanels * kQPanel);", "mbarrier_arrive(full_q);", LAZY),
+        (
+            "if (earlier_tiles > 0) named_barrier(kFreeQ, kConsumerThreads + kTileThreads);",
+            "",
+            EAGER,
+        ),
+        ("mbarrier_sleep(full_q, tile % 2);", "", LAZY),
+        ("mbarrier_expect(full_q, kPanels * kQPanel);", "", LAZY),
         ("kPanels * kQPanel);", "kQPanel);", EAGER),
         ("if (tile_thread == 0) rows.note(note, blocks);", "", EAGER),
         ("is_k_there = mbarrier_is_over(", "is_k_there = next.stage < kStages || (", LAZY_SHUFFLED),
@@ -298,8 +306,10 @@ def test_a_box_that_reaches_into_the_next_sequence_is_noticed() -> None:
 
 
 def test_a_stage_that_is_not_released_is_a_deadlock() -> None:
-    last = "if (block == blocks - 1) release(empty_q);"
-    edit = Edit("attention_prefill_sm90.cu", last, "if (block > 0) release(empty_q);")
+    last = "if (block == blocks - 1) named_barrier_arrive(kFreeQ,"
+    edit = Edit("attention_prefill_sm90.cu", last, last.replace("block == blocks - 1", "block > 0"))
     problem = problem_of(SMALL._replace(lengths=((2, 5), (2, 5))))
-    with pytest.raises(AssertionError, match=r"deadlock:\n  block 0, threads 0 to 127: .*mbarrier"):
+    with pytest.raises(
+        AssertionError, match=r"deadlock:\n  block 0, threads 0 to 127: .*named_barrier"
+    ):
         run(problem, prefill_plan(problem, 1), EAGER, edit)

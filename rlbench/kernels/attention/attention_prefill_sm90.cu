@@ -12,12 +12,13 @@
 // next tile, too. It copies Q, and K and V into two stages each, zeros for absent ones, and with Q a
 // note of what the tile is: the divisions that tell positions from heads are made once, while there
 // is time. Tiles without keys it writes itself. A consumer starts the next block's scores, then the
-// last block's P V, and does its softmax while the latter runs; and it writes a tile while the next
-// one's first scores are computed:
+// last block's P V, and begins its softmax while the latter runs. The rest of the softmax hides what
+// is done to O and the rounding of weights. It writes a tile while the next one's first scores are
+// computed:
 //
-//     softmax(0);  for j = 1 ..: { start S(j); start O += P(j-1) V(j-1); wait S(j); softmax(j);
-//     wait O; rescale O; P(j) }  start O += P(last) V(last); start the next S(0); wait O; write O;
-//     wait S(0)
+//     softmax(0);  for j = 1 ..: { start S(j); start O += P(j-1) V(j-1); wait S(j); begin softmax(j);
+//     wait O; end softmax(j), meanwhile rescale O; P(j) }  start O += P(last) V(last); start the next
+//     S(0); wait O; write O; wait S(0)
 //
 // Where j begins a split, O is merged with what waits instead of rescaled, and waits itself: in
 // shared memory, or at head dim 256, which leaves no room there, in global memory.
@@ -81,13 +82,13 @@ constexpr int kFirstTiles = kKeyTiles / 4;  // of weights, made before products 
 // What pays depends on what there are registers for: O leaves, after a split, while the next scores are
 // computed, and K is known to be there before that matters; multiplications by 1 are left out.
 constexpr bool kLeavesLate = kHeadDim == 128;
-constexpr bool kPeeks = kHeadDim == 128;
+constexpr bool kPeeks = kHeadDim <= 128;
 constexpr bool kBranches = kHeadDim == 256;
 using Note = TileNote<kTileRows>;
 constexpr int kNotes = kWaitingTile + (kWaitsHere ? kConsumerThreads * kWaiting * 16 : 0);
 constexpr int kBarriers = kNotes + 2 * static_cast<int>(sizeof(Note));
 constexpr int kAlignment = 1024;                     // of what descriptors name
-constexpr int kSharedBytes = kBarriers + (4 * kStages + 2) * 8 + kAlignment;
+constexpr int kSharedBytes = kBarriers + (4 * kStages + 1) * 8 + kAlignment;
 
 static_assert(!(kPaged && kTma), "pages are looked up, and a box has but one address");
 static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
@@ -107,15 +108,18 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
               "the launch's registers");
 
 // The producer's warps that prepare tiles, and arrivals at barriers when Q, or a block of K or V, is
-// there: each warp arrives once, and where the barrier waits for copies, each thread does.
+// there: each thread arrives for what it has written, and where the barrier waits for copies, once more.
 constexpr int kTileWarps = kTma ? 3 : 4;
 constexpr int kTileThreads = 32 * kTileWarps;
-constexpr int kTileArrivals = kTileWarps + (kTmaQ || kTma ? 0 : kTileThreads);
+constexpr int kTileArrivals = kTileThreads * (kTmaQ || kTma ? 1 : 2);
 constexpr int kKeyArrivals = kTma ? 1 : 128;
 
 // The consumers start their products in turns, so that one's softmax runs under another's products
 // instead of all waiting for a tensor core that they share.
 constexpr int kTurnThreads = 256;  // one that gives way, and the next one
+// Named barriers: a turn of each consumer's, and for Q, which is read for long. An mbarrier that is waited
+// for is asked again and again, at the cost of those who work.
+constexpr int kFirstTurn = 1, kFreeQ = kFirstTurn + kConsumers;
 
 struct KeyTile {
   static constexpr int kRowBytes = 128;
@@ -260,12 +264,12 @@ __device__ __forceinline__ void see_copies() {
   if constexpr (!kTma) fence_async_proxy();
 }
 
-// What the producer waits for takes long.
+// The producer's waits for stages.
 __device__ __forceinline__ void await_free(unsigned empty, unsigned parity) {
   if constexpr (kTma) {
     mbarrier_sleep(empty, parity);
   } else {
-    mbarrier_wait(empty, parity);  // with all its warps copying it has no registers for the other
+    mbarrier_wait(empty, parity);  // all its warps copy, and have no registers for the other
   }
 }
 
@@ -299,7 +303,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   };
   constexpr int kFullK = 0, kFullV = 1, kEmptyK = 2, kEmptyV = 3;
   const unsigned full_q = base + kBarriers + 4 * kStages * 8;
-  const unsigned empty_q = full_q + 8;
 
   const int lane = static_cast<int>(threadIdx.x) % 32;
   // Through a shuffle, so that the compiler knows it to be the same in all lanes.
@@ -319,7 +322,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(barrier(kEmptyV, stage), kConsumerThreads / 32);
     }
     mbarrier_init(full_q, kTileArrivals);
-    mbarrier_init(empty_q, kConsumerThreads / 32);
     if constexpr (kTma || kTmaQ) fence_async_proxy();
   }
   __syncthreads();
@@ -336,20 +338,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int tile_warp = warp - (4 - kTileWarps);
     const int tile_thread = tile_warp * 32 + lane;
     // Waits until nobody reads the last Q: then nobody reads the note of the tile before it either.
-    const auto await_free_q = [&]() { await_free(empty_q, earlier_tiles % 2 ^ 1); };
+    const auto await_free_q = [&]() {
+      if (earlier_tiles > 0) named_barrier(kFreeQ, kConsumerThreads + kTileThreads);
+    };
 #if TMA_Q
     if (tile_warp == 0 && is_elected()) prefetch_tensor_map(&q_map);
     // Of a warp, once it has noted its rows.
     const auto bring_q = [&](const Rows& rows, int first_place) {
-      __syncwarp();
-      if (!is_elected()) return;
-      if (tile_warp != 0) {
-        mbarrier_arrive(full_q);
-      } else {
-        mbarrier_arrive_expecting(full_q, kPanels * kQPanel);
+      if (tile_warp == 0 && is_elected()) {
+        mbarrier_expect(full_q, kPanels * kQPanel);
         copy_box(base + kQTile, &q_map, full_q, 0, static_cast<int>(rows.kv_head * rows.group),
                  first_place, 0, 0);
       }
+      mbarrier_arrive(full_q);
     };
 #else
     const auto bring_q = [&](const Rows& rows, int) {
@@ -364,8 +365,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       } else {
         mbarrier_arrive_after_copies(full_q);
       }
-      __syncwarp();
-      if (is_elected()) mbarrier_arrive(full_q);
+      mbarrier_arrive(full_q);
     };
 #endif
     // A note, and Q, for the consumers.
@@ -391,8 +391,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       await_free_q();
       if (tile_thread == 0) notes[earlier_tiles % 2].blocks = 0;
       if constexpr (!kTma && !kTmaQ) mbarrier_arrive(full_q);  // where copies do
-      __syncwarp();
-      if (is_elected()) mbarrier_arrive(full_q);
+      mbarrier_arrive(full_q);
     };
 #if TMA
     if (warp == 0) {
@@ -487,7 +486,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const KeptMatrix k_matrix(base + kKTiles, 16), v_matrix(base + kVTiles, kKeyPanel);
   const int next_consumer = consumer + 1 < kConsumers ? consumer + 1 : 0;
 
-  if (next_consumer == 0) named_barrier_arrive(1, kTurnThreads);  // the first one begins
+  if (next_consumer == 0) named_barrier_arrive(kFirstTurn, kTurnThreads);  // the first one begins
 
   const auto release = [&](unsigned empty) {
     __syncwarp();
@@ -497,12 +496,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   float scores[kKeyTiles][4];
   // Waits for a tile: the number of its blocks, or 0 if there is none.
   const auto await_tile = [&](unsigned tile) {
-    mbarrier_wait(full_q, tile % 2);
+    mbarrier_sleep(full_q, tile % 2);
     return notes[tile % 2].blocks;
   };
   const auto start_first_scores = [&]() {
     const Turn turn(earlier_blocks);
-    mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
+    mbarrier_sleep(barrier(kFullK, turn.stage), turn.parity);
     see_copies();
     keep_order(scores);
     wgmma_fence();
@@ -512,7 +511,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const auto end_scores = [&](int blocks, int block) {
     keep_order(scores);
     release(barrier(kEmptyK, Turn(earlier_blocks + block).stage));
-    if (block == blocks - 1) release(empty_q);
+    if (block == blocks - 1) named_barrier_arrive(kFreeQ, kConsumerThreads + kTileThreads);
   };
 
   int blocks = await_tile(0);
@@ -550,9 +549,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // What came of a split waits, merged with what came of those before it.
     const auto end_split = [&](SoftmaxRows& ended, bool first) {
       float4* const there = waiting();
-      if (!first) meet(there, rows_of(there), ended, acc, scale_log2);
-      rows_of(there) = both_of(ended);
-      leave(there, acc);
+      float4& rows = rows_of(there);
+      if (kLeavesLate && !first) {
+        join(there, rows, ended, acc, scale_log2);
+      } else {
+        if (!first) meet(there, rows, ended, acc, scale_log2);
+        rows = both_of(ended);
+        leave(there, acc);
+      }
     };
     const auto hide_scores = [&](int block) {
       if (block >= whole) rows.hide(scores, block * kBlockKeys, warp_row, same_lane());
@@ -579,9 +583,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int block = 1; block < blocks; ++block) {
       const Turn turn(earlier_blocks + block);
       const Turn before(earlier_blocks + block - 1);
-      if (!is_k_there) mbarrier_wait(barrier(kFullK, turn.stage), turn.parity);
+      if (!is_k_there) mbarrier_sleep(barrier(kFullK, turn.stage), turn.parity);
       see_copies();
-      named_barrier(1 + consumer, kTurnThreads);
+      named_barrier(kFirstTurn + consumer, kTurnThreads);
       keep_order(scores);
       keep_order(acc);
       keep_order(weights);
@@ -590,20 +594,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       wgmma_commit();
       const bool leaves = kLeavesLate && place == 0 && block > 1;
       if (leaves) {
-        named_barrier_arrive(1 + next_consumer, kTurnThreads);
+        named_barrier_arrive(kFirstTurn + next_consumer, kTurnThreads);
         end_split(ended, block - 1 == kSplitBlocks);
       }
-      mbarrier_wait(barrier(kFullV, before.stage), before.parity);
+      mbarrier_sleep(barrier(kFullV, before.stage), before.parity);
       see_copies();
       start_values(acc, weights, v_matrix(before.stage * kStageBytes), place > 0);
       wgmma_commit();
-      if (!leaves) named_barrier_arrive(1 + next_consumer, kTurnThreads);
+      if (!leaves) named_barrier_arrive(kFirstTurn + next_consumer, kTurnThreads);
       wgmma_wait<1>();
       end_scores(blocks, block);
       // With a new split, weights are relative to nothing.
       const bool splits = place == kSplitBlocks - 1;
       place = splits ? 0 : place + 1;
-      ended = softmax;
+      if (splits || !kLeavesLate) ended = softmax;
       if (splits) softmax = SoftmaxRows();
       hide_scores(block);
       float second = softmax.begin_block<kFirstTiles>(scores, scale_log2, rescale, lowest);
@@ -639,7 +643,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     if (kLeavesLate && place == 0 && blocks > 1) end_split(ended, blocks - 1 == kSplitBlocks);
     const Turn turn(earlier_blocks + blocks - 1);
-    mbarrier_wait(barrier(kFullV, turn.stage), turn.parity);
+    mbarrier_sleep(barrier(kFullV, turn.stage), turn.parity);
     see_copies();
     keep_order(acc);
     keep_order(weights);
@@ -674,5 +678,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ++earlier_tiles;
   }
   // The last giving way is met, so that none is left over.
-  if (consumer == 0) named_barrier(1, kTurnThreads);
+  if (consumer == 0) named_barrier(kFirstTurn, kTurnThreads);
 }

@@ -79,7 +79,7 @@ class Variant(Family):
         rows = self.tile_rows + 2 * _STAGES * BLOCK_KEYS[self.head_dim]
         waiting = self.row_threads * self.waiting * 16
         notes = 2 * (4 + self.tile_rows) * 4
-        return rows * self.head_dim * 2 + waiting + notes + (4 * _STAGES + 2) * 8 + 1024
+        return rows * self.head_dim * 2 + waiting + notes + (4 * _STAGES + 1) * 8 + 1024
 
     @property
     def defines(self) -> dict[str, str | int]:

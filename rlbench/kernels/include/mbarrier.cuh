@@ -17,6 +17,12 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// The phase is not complete before so many more bytes have arrived; before one of its arrivals.
+__device__ __forceinline__ void mbarrier_expect(unsigned barrier, unsigned bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
 // Arrives; the phase is not complete before so many more bytes have arrived, too.
 __device__ __forceinline__ void mbarrier_arrive_expecting(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
@@ -39,8 +45,8 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
       : "memory");
 }
 
-// The same for what takes long: without a hint of how long it may sleep, the hardware asks again every
-// 60 cycles, at the cost of those who work.
+// The same with a hint of how long the hardware may sleep, and wakes a little later. Without one, a warp
+// that waits asks every 60 cycles, at the cost of those who work.
 __device__ __forceinline__ void mbarrier_sleep(unsigned barrier, unsigned parity) {
   constexpr unsigned kNanoseconds = 10'000'000;
   asm volatile(

@@ -36,6 +36,22 @@ __device__ __forceinline__ void meet(const float4* waiting, float4 rows,
   }
 }
 
+// Merges a split's end into what waits, and leaves registers alone, so that products may run meanwhile.
+template <int kDimTiles>
+__device__ __forceinline__ void join(float4* waiting, float4& rows, const SoftmaxRows& ended,
+                                     const float (&acc)[kDimTiles][4], float scale_log2) {
+  const MergeScales upper(rows.x, ended.max[0], scale_log2);
+  const MergeScales lower(rows.y, ended.max[1], scale_log2);
+  rows = make_float4(upper.max, lower.max, upper(rows.z, ended.sum[0]),
+                     lower(rows.w, ended.sum[1]));
+#pragma unroll
+  for (int n = 0; n < kDimTiles; ++n) {
+    const float4 old = waiting[n * 32];
+    waiting[n * 32] = make_float4(upper(old.x, acc[n][0]), upper(old.y, acc[n][1]),
+                                  lower(old.z, acc[n][2]), lower(old.w, acc[n][3]));
+  }
+}
+
 // The maxima and sums of both of a thread's rows.
 __device__ __forceinline__ float4 both_of(const SoftmaxRows& softmax) {
   return make_float4(softmax.max[0], softmax.max[1], softmax.sum[0], softmax.sum[1]);

@@ -9,8 +9,11 @@ inline void mbarrier_init(unsigned barrier, unsigned arrivals) {
   emulator::barrier_init(barrier, arrivals);
 }
 inline void mbarrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier); }
-inline void mbarrier_arrive_expecting(unsigned barrier, unsigned bytes) {
+inline void mbarrier_expect(unsigned barrier, unsigned bytes) {
   emulator::barrier_expect(barrier, bytes);
+}
+inline void mbarrier_arrive_expecting(unsigned barrier, unsigned bytes) {
+  mbarrier_expect(barrier, bytes);
   emulator::barrier_arrive(barrier);
 }
 inline void mbarrier_arrive_after_copies(unsigned barrier) {
