@@ -207,7 +207,10 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     return Place{task.k_begin + split_begin + key, 0};
   };
 
-  // Of blocks of V: eight lanes know the places of one's tiles.
+  // Of four blocks of V, so many apart: eight lanes know the places of one's tiles.
+  const auto find_values = [&](int block, int step) {
+    return find((block + lane / 8 * step) * kBlockTiles + lane % 8);
+  };
   const int first_column = rank * kColumns;
   const int panel = first_column / 64;
   const auto load_values = [&](int block, int stage, const Place& places, int first_lane) {
@@ -237,9 +240,6 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   const int own_tiles = tiles > first_tile ? (tiles - first_tile + kTileStep - 1) / kTileStep : 0;
   const int own_scores = kScores + key_warp * kWarpTiles * kTileScores;
   Place later = {0, 0};  // of the blocks of V that a key warp asks for in the end
-  const auto find_later = [&](int block) {
-    return find((block + lane / 8 * kReloaders) * kBlockTiles + lane % 8);
-  };
   constexpr int kAsked = 1, kQueryThere = 2, kReferences = 3;  // named barriers
   if (warp == kSummingWarp) {
     // What the barriers that other ranks write to wait for.
@@ -255,16 +255,13 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
   } else if (!is_key_warp) {
     // --- the beginning of 3: V -------------------------------------------------------------------
     const int issuer = is_value_warp ? warp : warp - kKeyWarps - 1;
-    const auto find_values = [&](int block) {
-      return find((block + lane / 8 * kIssuers) * kBlockTiles + lane % 8);
-    };
-    Place places = find_values(issuer);
+    Place places = find_values(issuer, kIssuers);
     named_barrier(kAsked, 32 * (kKeyWarps + kIssuers));  // K is needed first
 #pragma unroll 1
     for (int n = 0; issuer + n * kIssuers < kValueStages; ++n) {
       const int block = issuer + n * kIssuers;
       if (block >= blocks) break;
-      if (n % 4 == 0 && n > 0) places = find_values(block);
+      if (n % 4 == 0 && n > 0) places = find_values(block, kIssuers);
       load_values(block, block, places, n % 4 * 8);
     }
     cluster_wait_for_others();
@@ -306,7 +303,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
       __syncwarp();
     }
     named_barrier_arrive(kAsked, 32 * (kKeyWarps + kIssuers));
-    later = find_later(kValueStages + key_warp);
+    later = find_values(kValueStages + key_warp, kReloaders);
     copy_async_wait_all();
     named_barrier(kQueryThere, 32 * kKeyWarps);
     unsigned query[kHeadDim / 32][4];  // B of two k16 steps each
@@ -423,7 +420,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
     for (int n = 0; key_warp < kReloaders; ++n) {
       const int block = kValueStages + key_warp + n * kReloaders;
       if (block >= blocks) break;
-      if (n % 4 == 0 && n > 0) later = find_later(block);
+      if (n % 4 == 0 && n > 0) later = find_values(block, kReloaders);
       const int stage = block % kValueStages;
       mbarrier_wait(barrier(kEmptyValues + stage), (block / kValueStages - 1) % 2);
       load_values(block, stage, later, n % 4 * 8);
@@ -493,9 +490,7 @@ extern "C" __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThr
 #pragma unroll 1
     for (int n = 0; kValueStages + warp - kWorkers + n * kPrefetchingWarps < blocks; ++n) {
       const int block = kValueStages + warp - kWorkers + n * kPrefetchingWarps;
-      if (n % 4 == 0) {
-        places = find((block + lane / 8 * kPrefetchingWarps) * kBlockTiles + lane % 8);
-      }
+      if (n % 4 == 0) places = find_values(block, kPrefetchingWarps);
       if (n == 0) mbarrier_wait(barrier(kSaid), 0);  // no rank needs more of K
 #pragma unroll 1
       for (int t = 0; t < kBlockTiles && block * kBlockTiles + t < tiles; ++t) {
