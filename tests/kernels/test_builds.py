@@ -67,8 +67,10 @@ def test_the_softmax_does_not_wait_for_products(build: prefill.Variant) -> None:
     # Products start, S(0) is waited for, S(j) and P V start, S(j) is waited for, and O.
     parts = [opcodes[i:j] for i, j in itertools.pairwise(at)][:6]
     weights = BLOCK_KEYS[build.head_dim] // 2  # of a thread
-    softmaxes = [part.count(exp2) > weights // 2 for part in parts]
-    assert softmaxes == [False, True, False, False, False, True]
+    counts = [part.count(exp2) for part in parts]
+    assert counts[1] >= weights
+    assert counts[4] + counts[5] >= weights
+    assert all(count < weights // 2 for count in (counts[0], *counts[2:5]))
     # Nearly all of the maxima come before O is waited for, ...
     assert parts[4].count(maximum) > weights * 3 // 4
     # ... and after that weights are rounded while there are exponentials to come.

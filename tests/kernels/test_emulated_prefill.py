@@ -218,10 +218,17 @@ def test_more_keys_than_promised_are_nan(page_size: int | None) -> None:
 # What is below would not be noticed by an emulator that notices nothing.
 
 
+AWAIT_Q = "if (earlier_tiles > 0) named_barrier(kFreeQ, kConsumerThreads + kTileThreads);"
+SMALL_PACKED = SMALL._replace(page_size=None)
+TWO_SPLITS = Q_BY_TMA._replace(
+    lengths=((2, split_keys(Q_BY_TMA.head_dim) + 1), (3, split_keys(Q_BY_TMA.head_dim) + 200))
+)
+
+
 @pytest.mark.parametrize(
     ("wait", "schedule"),
     [
-        ("if (earlier_tiles > 0) named_barrier(kFreeQ, kConsumerThreads + kTileThreads);\n", EAGER),
+        (AWAIT_Q + "\n", EAGER),
         ("wgmma_wait<1>();\n      end_scores", LAZY),
         ("wgmma_wait<1>();\n      end_values", LAZY),
         ("wgmma_wait<0>();\n      end_scores(next", LAZY),
@@ -234,65 +241,36 @@ def test_a_missing_wait_is_noticed(wait: str, schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "schedule"),
+    ("case", "old", "new", "schedule"),
     [
-        (
-            "if (earlier_tiles > 0) named_barrier(kFreeQ, kConsumerThreads + kTileThreads);",
-            "",
-            EAGER,
-        ),
-        ("mbarrier_sleep(barrier(kFullV, before.stage), before.parity);", "", LAZY),
-        ("mbarrier_sleep(barrier(kFullV, turn.stage), turn.parity);", "", LAZY),
-        ("await_free(barrier(empty, turn.stage), turn.parity ^ 1);", "", EAGER),
-        ("mbarrier_arrive_expecting(barrier(full", "mbarrier_arrive_expecting(barrier(empty", LAZY),
-        ("turn.stage), kStageBytes);", "turn.stage), kStageBytes / 2);", EAGER),
-        ("copy_async_wait_all();\n        fence", "fence", LAZY),
+        # Q by cp.async.
+        (SMALL_PACKED, AWAIT_Q, "", EAGER),
+        (SMALL_PACKED, "mbarrier_sleep(barrier(kFullV, before.stage), before.parity);", "", LAZY),
+        (SMALL_PACKED, "mbarrier_sleep(barrier(kFullV, turn.stage), turn.parity);", "", LAZY),
+        (SMALL_PACKED, "await_free(barrier(empty, turn.stage), turn.parity ^ 1);", "", EAGER),
+        (SMALL_PACKED, "_arrive_expecting(barrier(full", "_arrive_expecting(barrier(empty", LAZY),
+        (SMALL_PACKED, "turn.stage), kStageBytes);", "turn.stage), kStageBytes / 2);", EAGER),
+        (SMALL_PACKED, "copy_async_wait_all();\n        fence", "fence", LAZY),
+        # Q by TMA; K is looked for ahead of time.
+        (Q_BY_TMA, AWAIT_Q, "", EAGER),
+        (Q_BY_TMA, "mbarrier_sleep(full_q, tile % 2);", "", LAZY),
+        (Q_BY_TMA, "mbarrier_expect(full_q, kPanels * kQPanel);", "", LAZY),
+        (Q_BY_TMA, "kPanels * kQPanel);", "kQPanel);", EAGER),
+        (Q_BY_TMA, "if (tile_thread == 0) rows.note(note, blocks);", "", EAGER),
+        (Q_BY_TMA, "Note& note = notes[earlier_tiles % 2];", "Note& note = notes[0];", EAGER),
+        (Q_BY_TMA, "there = mbarrier_is_over(", "there = next.stage < kStages || (", LAZY_SHUFFLED),
+        # A split leaves late.
+        (TWO_SPLITS, "end_split(ended, blocks - 1 == kSplitBlocks);", "{}", EAGER),
+        (TWO_SPLITS, "if (splits) rescale[0] = rescale[1] = 1.0f;", "", EAGER),
+        (TWO_SPLITS, "leaves = kLeavesLate && place == 0 && block > 1;", "leaves = false;", EAGER),
     ],
 )
-def test_what_is_wrong_with_tma_is_noticed(old: str, new: str, schedule: Schedule) -> None:
-    problem = problem_of(SMALL._replace(page_size=None))
+def test_what_is_wrong_with_tma_is_noticed(
+    case: Case, old: str, new: str, schedule: Schedule
+) -> None:
+    problem = problem_of(case)
     edit = Edit("attention_prefill_sm90.cu", old, new)
     assert_noticed(problem, prefill_plan(problem, 1, tma=True), schedule, edit)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "schedule"),
-    [
-        (
-            "if (earlier_tiles > 0) named_barrier(kFreeQ, kConsumerThreads + kTileThreads);",
-            "",
-            EAGER,
-        ),
-        ("mbarrier_sleep(full_q, tile % 2);", "", LAZY),
-        ("mbarrier_expect(full_q, kPanels * kQPanel);", "", LAZY),
-        ("kPanels * kQPanel);", "kQPanel);", EAGER),
-        ("if (tile_thread == 0) rows.note(note, blocks);", "", EAGER),
-        ("is_k_there = mbarrier_is_over(", "is_k_there = next.stage < kStages || (", LAZY_SHUFFLED),
-        ("Note& note = notes[earlier_tiles % 2];", "Note& note = notes[0];", EAGER),
-    ],
-)
-def test_what_is_wrong_with_q_is_noticed(old: str, new: str, schedule: Schedule) -> None:
-    problem = problem_of(Q_BY_TMA)
-    edit = Edit("attention_prefill_sm90.cu", old, new)
-    assert_noticed(problem, prefill_plan(problem, 1, tma=True), schedule, edit)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("end_split(ended, blocks - 1 == kSplitBlocks);", "{}"),
-        ("if (splits) rescale[0] = rescale[1] = 1.0f;", ""),
-        (
-            "const bool leaves = kLeavesLate && place == 0 && block > 1;",
-            "const bool leaves = false;",
-        ),
-    ],
-)
-def test_what_is_wrong_with_a_split_that_leaves_late_is_noticed(old: str, new: str) -> None:
-    split = split_keys(Q_BY_TMA.head_dim)
-    problem = problem_of(Q_BY_TMA._replace(lengths=((2, split + 1), (3, split + 200))))
-    edit = Edit("attention_prefill_sm90.cu", old, new)
-    assert_noticed(problem, prefill_plan(problem, 1, tma=True), EAGER, edit)
 
 
 def test_a_box_that_reaches_into_the_next_sequence_is_noticed() -> None:

@@ -543,8 +543,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                      static_cast<long long>(blockIdx.x) * kConsumerThreads * kWaiting;
       return all + (thread / 32 * 32 * kWaiting + lane);
     };
-    const auto rows_of = [&](float4* waiting) -> float4& {
-      return kWaiting > kDimTiles ? waiting[kDimTiles * 32] : waiting_rows;
+    const auto rows_of = [&](float4* there) -> float4& {
+      return kWaiting > kDimTiles ? there[kDimTiles * 32] : waiting_rows;
     };
     // What came of a split waits, merged with what came of those before it.
     const auto end_split = [&](SoftmaxRows& ended, bool first) {
@@ -607,7 +607,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       // With a new split, weights are relative to nothing.
       const bool splits = place == kSplitBlocks - 1;
       place = splits ? 0 : place + 1;
-      if (splits || !kLeavesLate) ended = softmax;
+      if (splits || !kLeavesLate) ended = softmax;  // where it is not needed for long, a copy costs less
       if (splits) softmax = SoftmaxRows();
       hide_scores(block);
       float second = softmax.begin_block<kFirstTiles>(scores, scale_log2, rescale, lowest);

@@ -15,24 +15,38 @@ __device__ __forceinline__ void leave(float4* waiting, const float (&acc)[kDimTi
   }
 }
 
+// How what waits, whose maxima and sums are `earlier`, is merged with what came after it.
+struct Merging {
+  MergeScales upper, lower;  // of a thread's rows
+  float sums[2];
+
+  __device__ __forceinline__ Merging(float4 earlier, const SoftmaxRows& later, float scale_log2)
+      : upper(earlier.x, later.max[0], scale_log2),
+        lower(earlier.y, later.max[1], scale_log2),
+        sums{upper(earlier.z, later.sum[0]), lower(earlier.w, later.sum[1])} {}
+
+  __device__ __forceinline__ float4 operator()(float4 old, const float (&acc)[4]) const {
+    return make_float4(upper(old.x, acc[0]), upper(old.y, acc[1]), lower(old.z, acc[2]),
+                       lower(old.w, acc[3]));
+  }
+};
+
 // Merges what waits, whose maxima and sums are `rows`, into what came after it.
 template <int kDimTiles>
-__device__ __forceinline__ void meet(const float4* waiting, float4 rows,
-                                     SoftmaxRows& softmax, float (&acc)[kDimTiles][4],
-                                     float scale_log2) {
-  const MergeScales upper(rows.x, softmax.max[0], scale_log2);
-  const MergeScales lower(rows.y, softmax.max[1], scale_log2);
-  softmax.max[0] = upper.max;
-  softmax.max[1] = lower.max;
-  softmax.sum[0] = upper(rows.z, softmax.sum[0]);
-  softmax.sum[1] = lower(rows.w, softmax.sum[1]);
+__device__ __forceinline__ void meet(const float4* waiting, float4 rows, SoftmaxRows& softmax,
+                                     float (&acc)[kDimTiles][4], float scale_log2) {
+  const Merging merging(rows, softmax, scale_log2);
+  softmax.max[0] = merging.upper.max;
+  softmax.max[1] = merging.lower.max;
+  softmax.sum[0] = merging.sums[0];
+  softmax.sum[1] = merging.sums[1];
 #pragma unroll
   for (int n = 0; n < kDimTiles; ++n) {
-    const float4 old = waiting[n * 32];
-    acc[n][0] = upper(old.x, acc[n][0]);
-    acc[n][1] = upper(old.y, acc[n][1]);
-    acc[n][2] = lower(old.z, acc[n][2]);
-    acc[n][3] = lower(old.w, acc[n][3]);
+    const float4 merged = merging(waiting[n * 32], acc[n]);
+    acc[n][0] = merged.x;
+    acc[n][1] = merged.y;
+    acc[n][2] = merged.z;
+    acc[n][3] = merged.w;
   }
 }
 
@@ -40,16 +54,10 @@ __device__ __forceinline__ void meet(const float4* waiting, float4 rows,
 template <int kDimTiles>
 __device__ __forceinline__ void join(float4* waiting, float4& rows, const SoftmaxRows& ended,
                                      const float (&acc)[kDimTiles][4], float scale_log2) {
-  const MergeScales upper(rows.x, ended.max[0], scale_log2);
-  const MergeScales lower(rows.y, ended.max[1], scale_log2);
-  rows = make_float4(upper.max, lower.max, upper(rows.z, ended.sum[0]),
-                     lower(rows.w, ended.sum[1]));
+  const Merging merging(rows, ended, scale_log2);
+  rows = make_float4(merging.upper.max, merging.lower.max, merging.sums[0], merging.sums[1]);
 #pragma unroll
-  for (int n = 0; n < kDimTiles; ++n) {
-    const float4 old = waiting[n * 32];
-    waiting[n * 32] = make_float4(upper(old.x, acc[n][0]), upper(old.y, acc[n][1]),
-                                  lower(old.z, acc[n][2]), lower(old.w, acc[n][3]));
-  }
+  for (int n = 0; n < kDimTiles; ++n) waiting[n * 32] = merging(waiting[n * 32], acc[n]);
 }
 
 // The maxima and sums of both of a thread's rows.
