@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlbench.errors import UsageError
+from rlbench.merge import merge
 from rlbench.render import markdown, readme
 from rlbench.results import store
 
@@ -41,6 +42,12 @@ def test_published_reports_are_valid_and_their_markdown_is_current(path: Path) -
     page = path.with_suffix(".md")
     if page.exists():
         assert page.read_text(encoding="utf-8") == markdown.render(report)
+
+
+def test_published_report_is_the_merge_of_its_raw_ones() -> None:
+    raw = sorted((ROOT / "reports/h200/raw").glob("*.json"))
+    merged = merge([(path.name, store.load(path)) for path in raw])
+    assert store.dump(merged) == (ROOT / "reports/h200/attention.json").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
