@@ -1,0 +1,205 @@
+// The gradients of the keys and values, for every GPU from sm_80. attention_backward_queries.cu, which
+// comes before it and leaves `delta`, defines the result.
+//
+// THE SCHEDULE
+//
+// A thread block takes kTileKeys keys of one KV head and all rows that see one of them, some at a time:
+// one buffer each for Q, dO, K and V. Products are transposed, keys by rows, which is the same chains.
+// 16 keys are two warps': one has dV, the other dK, because registers hold one of them. Both find the
+// weights.
+
+#include "backward.cuh"
+#include "copy.cuh"
+#include "keys.cuh"
+#include "mma.cuh"
+#include "numeric.cuh"
+#include "tile_rows.cuh"
+
+// The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), TILE_KEYS (a multiple of 16),
+// SHARED_BYTES (what the launch reserves), KERNEL_NAME.
+
+using namespace rlbench;
+
+constexpr int kHeadDim = HEAD_DIM;
+constexpr int kTileKeys = TILE_KEYS;
+using Element = ELEMENT;
+
+constexpr int kRows = kHeadDim == 256 ? 32 : 64;  // at a time: registers
+constexpr int kParts = kTileKeys / 16;
+constexpr int kWarps = 2 * kParts;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kRowBytes = kHeadDim * 2;
+constexpr int kRowTiles = kRows / 8;
+constexpr int kDimTiles = kHeadDim / 8;
+constexpr int kStats = 2 * (kTileKeys + kRows) * kRowBytes;  // where they are in shared memory
+
+struct RowStat {
+  float scaled, delta;
+  int limit;
+  int unused;
+};
+static_assert(SHARED_BYTES == kStats + kRows * static_cast<int>(sizeof(RowStat)), "SHARED_BYTES");
+
+struct Tile {
+  static constexpr int kRowBytes = kHeadDim * 2;
+  static __device__ __forceinline__ unsigned offset(int row, int chunk) {
+    return swizzled_offset<kRowBytes>(row, chunk);
+  }
+};
+using Keys = KeyRows<kHeadDim, kTileKeys, kWarps, false, Tile>;
+using Rows = TileRows<kRows, false>;
+
+// 16 keys times all rows of the block: a chain over d.
+__device__ __forceinline__ void multiply(float (&product)[kRowTiles][4], unsigned keys,
+                                         unsigned rows, int first_key, int lane) {
+  const int a_row = lane % 16, a_chunk = lane / 16;
+  const int b_row = lane % 8 + lane / 16 * 8, b_chunk = lane / 8 % 2;
+#pragma unroll 4
+  for (int d = 0; d < kHeadDim / 16; ++d) {
+    unsigned a[4];
+    load_matrices(a, keys + Tile::offset(first_key + a_row, 2 * d + a_chunk));
+#pragma unroll
+    for (int j = 0; j < kRowTiles; j += 2) {
+      unsigned b[4];
+      load_matrices(b, rows + Tile::offset(8 * j + b_row, 2 * d + b_chunk));
+      mma_m16n8k16<Element>(product[j], a, b[0], b[1]);
+      mma_m16n8k16<Element>(product[j + 1], a, b[2], b[3]);
+    }
+  }
+}
+
+// Of sequence b, tile t is the (cu_seqlens_k[b] / kTileKeys + b + t)-th, which leaves some numbers
+// without a tile, but depends on no length that the host would have to know.
+__device__ __forceinline__ unsigned sequence_of(unsigned number, const int* cu_seqlens_k,
+                                                unsigned sequences) {
+  unsigned low = 0, high = sequences;  // low's first tile is not behind `number`, high's is
+  while (high - low > 1) {
+    const unsigned middle = (low + high) / 2;
+    const unsigned first = static_cast<unsigned>(cu_seqlens_k[middle]) / kTileKeys + middle;
+    (first <= number ? low : high) = middle;
+  }
+  return low;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BACKWARD_PARAMETERS) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const unsigned q_tile = shared_address(shared_memory);
+  const unsigned dout_tile = q_tile + kRows * kRowBytes;
+  const unsigned k_tile = dout_tile + kRows * kRowBytes;
+  const unsigned v_tile = k_tile + kTileKeys * kRowBytes;
+  RowStat* const stats = reinterpret_cast<RowStat*>(shared_memory + kStats);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
+
+  const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
+  const unsigned group = static_cast<unsigned>(group_arg);
+  const unsigned kv_head = blockIdx.x % kv_heads;
+  const unsigned number = blockIdx.x / kv_heads;
+  const unsigned sequence =
+      sequence_of(number, cu_seqlens_k, static_cast<unsigned>(sequences_arg));
+  const int k_begin = cu_seqlens_k[sequence];
+  const int k_length = cu_seqlens_k[sequence + 1] - k_begin;
+  const int q_length = cu_seqlens_q[sequence + 1] - cu_seqlens_q[sequence];
+  const int first_key =
+      static_cast<int>(number - (static_cast<unsigned>(k_begin) / kTileKeys + sequence)) * kTileKeys;
+  if (first_key >= k_length) return;
+
+  const Strides k_strides = {0, k_row_stride, k_head_stride};
+  const Strides v_strides = {0, v_row_stride, v_head_stride};
+  Keys keys;
+  keys.table = nullptr;
+  keys.page_size = 0;
+  keys.first_row = k_begin;
+  keys.end = k_length;
+  keys.copy(k_tile, k + kv_head * k_head_stride, k_strides, first_key, warp, lane);
+  keys.copy(v_tile, v + kv_head * v_head_stride, v_strides, first_key, warp, lane);
+
+  const int part = warp % kParts * 16;  // this warp's first key in the tile
+  const bool has_values = warp < kParts;
+  const float scale_log2 = static_cast<float>(scale_log2_arg);
+  float acc[kDimTiles][4] = {};
+
+  // The first position that sees the tile's first key.
+  const int before = first_key - (k_length - q_length);
+  const int first_position = causal_arg != 0 && before > 0 ? before : 0;
+  const long long all_rows = static_cast<long long>(q_length) * group;
+  const unsigned blocks = static_cast<unsigned>((all_rows + kRows - 1) / kRows);
+  for (unsigned block = static_cast<unsigned>(static_cast<long long>(first_position) * group / kRows);
+       block < blocks; ++block) {
+    const Rows rows(block, kv_head, sequence, kv_heads, group, cu_seqlens_q, cu_seqlens_k,
+                    causal_arg != 0);
+    __syncthreads();  // everybody is done with the last ones
+    for (int row = warp * kWarpRows; row < kRows; row += kWarps * kWarpRows) {
+      rows.copy_q<kHeadDim, Tile>(q_tile, q, q_row_stride, q_head_stride, row, lane);
+      rows.copy_q<kHeadDim, Tile>(dout_tile, dout, dout_row_stride, dout_head_stride, row, lane);
+    }
+    for (int row = static_cast<int>(threadIdx.x); row < kRows; row += kThreads) {
+      const bool present = row < rows.count;
+      const long long stat = present ? rows.offset(row, rows.heads(), 1) : 0;
+      stats[row] = {present ? scaled_lse(lse[stat]) : kInfinity, present ? delta[stat] : 0.0f,
+                    present ? rows.limit(row) : 0, 0};
+    }
+    copy_async_wait_all();
+    __syncthreads();
+
+    // [keys g, g + 8][rows 2c, 2c + 1] of each tile of rows.
+    float weights[kRowTiles][4] = {};
+    multiply(weights, k_tile, q_tile, part, lane);
+#pragma unroll
+    for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const RowStat& stat = stats[8 * j + lane % 4 * 2 + e % 2];
+        const bool seen = first_key + part + lane / 4 + e / 2 * 8 < stat.limit;
+        weights[j][e] = weight_of(seen ? weights[j][e] : -kInfinity, scale_log2, stat.scaled);
+      }
+    }
+    if (!has_values) {
+      float gradients[kRowTiles][4] = {};
+      multiply(gradients, v_tile, dout_tile, part, lane);
+#pragma unroll
+      for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float its_delta = stats[8 * j + lane % 4 * 2 + e % 2].delta;
+          weights[j][e] = score_gradient(weights[j][e], gradients[j][e], its_delta);
+        }
+      }
+    }
+    const unsigned other = has_values ? dout_tile : q_tile;
+    const int b_row = lane % 16, b_chunk = lane / 16;
+#pragma unroll
+    for (int j = 0; j < kRowTiles; j += 2) {
+      // The accumulator layout of two tiles is the A layout of one k16 step.
+      const unsigned a[4] = {Element::pack(weights[j][0], weights[j][1]),
+                             Element::pack(weights[j][2], weights[j][3]),
+                             Element::pack(weights[j + 1][0], weights[j + 1][1]),
+                             Element::pack(weights[j + 1][2], weights[j + 1][3])};
+#pragma unroll
+      for (int n = 0; n < kDimTiles; n += 2) {
+        unsigned b[4];
+        load_matrices_transposed(b, other + Tile::offset(8 * j + b_row, n + b_chunk));
+        mma_m16n8k16<Element>(acc[n], a, b[0], b[1]);
+        mma_m16n8k16<Element>(acc[n + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  copy_async_wait_all();  // of keys that nobody sees
+  const float scale = has_values ? 1.0f : static_cast<float>(scale_arg);
+  unsigned short* const gradient =
+      has_values ? dv + kv_head * dv_head_stride : dk + kv_head * dk_head_stride;
+  const long long row_stride = has_values ? dv_row_stride : dk_row_stride;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int key = first_key + part + lane / 4 + 8 * r;
+    if (key >= k_length) continue;
+    unsigned* target = reinterpret_cast<unsigned*>(
+        gradient + (static_cast<long long>(k_begin) + key) * row_stride + lane % 4 * 2);
+#pragma unroll
+    for (int n = 0; n < kDimTiles; ++n) {
+      target[4 * n] = Element::pack(finished(acc[n][2 * r], scale),
+                                    finished(acc[n][2 * r + 1], scale));
+    }
+  }
+}
