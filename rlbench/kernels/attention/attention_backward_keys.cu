@@ -100,8 +100,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
   const int k_begin = cu_seqlens_k[sequence];
   const int k_length = cu_seqlens_k[sequence + 1] - k_begin;
   const int q_length = cu_seqlens_q[sequence + 1] - cu_seqlens_q[sequence];
-  const int first_key =
-      static_cast<int>(number - (static_cast<unsigned>(k_begin) / kTileKeys + sequence)) * kTileKeys;
+  const unsigned first_number = static_cast<unsigned>(k_begin) / kTileKeys + sequence;
+  if (number < first_number) return;  // keys before the first sequence
+  const int first_key = static_cast<int>(number - first_number) * kTileKeys;
   if (first_key >= k_length) return;
 
   const Strides k_strides = {0, k_row_stride, k_head_stride};

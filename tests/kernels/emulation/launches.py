@@ -25,7 +25,16 @@ from emulation.problems import (
     gapped,
     problem_of,
 )
-from rlbench.kernels.attention import combine, decode, generic, prefill, stream, tensor_map, tiles
+from rlbench.kernels.attention import (
+    backward,
+    combine,
+    decode,
+    generic,
+    prefill,
+    stream,
+    tensor_map,
+    tiles,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,7 +84,7 @@ def stream_plan(problem: Problem, *, whole: bool, tma: bool = False) -> Plan:
 @contextmanager
 def _gpu(sms: int = 1) -> Iterator[None]:
     with ExitStack() as patches:
-        for module in (tiles, combine, decode, stream):
+        for module in (tiles, combine, decode, stream, backward):
             patches.enter_context(mock.patch.object(module, "kernel_of", lambda build, _: build))
         for module in (prefill, decode, stream):
             patches.enter_context(mock.patch.object(module, "sms", return_value=sms))

@@ -1,0 +1,189 @@
+"""The gradients: the builds of `attention_backward_queries.cu` and `attention_backward_keys.cu`, and what
+a backward launches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from torch import Tensor
+
+from rlbench.kernels.attention.family import Family, every
+from rlbench.kernels.attention.launch import Launch, Plan, kernel_of
+from rlbench.kernels.attention.request import ELEMENTS
+from rlbench.kernels.attention.tiles import MAX_GRID
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DELTA = 9
+"""Which of the kernels' pointers is scratch memory: a float for every row."""
+_SMALL_TILE = 32  # where there is little shared memory, at head dim 256
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Gradients to compute, of packed sequences."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    dout: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    sequences: int
+    max_seqlen_q: int
+    causal: bool
+    softmax_scale: float
+
+    @property
+    def device(self) -> int:
+        index = self.q.device.index
+        assert index is not None
+        return index
+
+    @property
+    def build(self) -> tuple[int, str, bool]:
+        """What every source is built for: head_dim, element, paged."""
+        return self.q.shape[2], ELEMENTS[self.q.dtype], False
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q.shape[1] // self.kv_heads
+
+    @property
+    def numbers(self) -> tuple[int | float, ...]:
+        """The parameters after the pointers, in the order of backward.cuh."""
+        tensors = self.q, self.k, self.v, self.out, self.dout, self.dq, self.dk, self.dv
+        strides = (stride for tensor in tensors for stride in tensor.stride()[:2])
+        counts = self.kv_heads, self.group, self.sequences, 1 if self.causal else 0
+        return (
+            *strides,
+            *counts,
+            float(self.softmax_scale),
+            self.softmax_scale * math.log2(math.e),
+        )
+
+
+@dataclass(frozen=True)
+class Queries(Family):
+    """A build of the one source. `tile`, its rows of a thread block, does not change the bits."""
+
+    name: ClassVar[str] = "backward_queries"
+    source: ClassVar[str] = "attention/attention_backward_queries"
+
+    tile: int = 64
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's name."""
+        return f"{super().kernel}_t{self.tile}"
+
+    @property
+    def at_a_time(self) -> int:
+        """Keys that are multiplied by at a time."""
+        return 32 if self.head_dim == 256 else 64
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: a warp for 16 rows."""
+        return self.tile * 2
+
+    @property
+    def shared_bytes(self) -> int:
+        """Q and dO, K and V."""
+        return 2 * (self.tile + self.at_a_time) * self.head_dim * 2
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        """The macros that the source takes."""
+        return {**super().defines, "TILE_ROWS": self.tile}
+
+
+@dataclass(frozen=True)
+class Keys(Queries):
+    """A build of the other source. Here `tile` is keys, and rows come some at a time."""
+
+    name: ClassVar[str] = "backward_keys"
+    source: ClassVar[str] = "attention/attention_backward_keys"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: two warps for 16 keys."""
+        return self.tile * 4
+
+    @property
+    def shared_bytes(self) -> int:
+        """Q and dO, K and V, and four words of each row."""
+        return super().shared_bytes + self.at_a_time * 16
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        """The macros that the source takes."""
+        rest = {name: value for name, value in super().defines.items() if name != "TILE_ROWS"}
+        return {**rest, "TILE_KEYS": self.tile}
+
+
+def variants() -> Iterator[Queries]:
+    """Every build that a call can ask for."""
+    for kind in (Queries, Keys):
+        for variant in every(kind):
+            if variant.paged:
+                continue
+            yield variant
+            if variant.head_dim == 256:
+                yield replace(variant, tile=_SMALL_TILE)
+
+
+def plan(request: Backward) -> Plan:
+    """What the request launches. The device is the current one."""
+    from cuda.core import LaunchConfig
+
+    queries = _fitting(Queries(*request.build), request.device)
+    keys = _fitting(Keys(*request.build), request.device)
+    tiles = -(-request.max_seqlen_q * request.group // queries.tile)
+    # One more for each sequence, since none has to end where a tile does.
+    key_tiles = request.k.shape[0] // keys.tile + request.sequences
+    blocks = tiles * request.kv_heads * request.sequences, key_tiles * request.kv_heads
+    if max(blocks) > MAX_GRID:
+        raise ValueError(
+            f"max_seqlen_q {request.max_seqlen_q} and {request.k.shape[0]} keys for "
+            f"{request.sequences} sequences need {max(blocks)} thread blocks; at most {MAX_GRID} "
+            "can be started"
+        )
+    launches = []
+    for build, grid, own in ((queries, blocks[0], (tiles,)), (keys, blocks[1], ())):
+        config = LaunchConfig(grid=grid, block=build.threads, shmem_size=build.shared_bytes)
+        kernel = kernel_of(build, request.device)
+        launches.append(Launch(config, kernel, (*request.numbers, *own)))
+    delta = request.q.shape[0] * request.q.shape[1]
+    return Plan(request.device, tuple(launches), delta, DELTA)
+
+
+_V = TypeVar("_V", bound=Queries)
+
+
+def _fitting(build: _V, device: int) -> _V:
+    """The build, with the tile that the device's shared memory has room for.
+
+    Raises ValueError for a device older than compute capability 8.0.
+    """
+    from cuda.core import Device
+
+    machine = Device(device)
+    major, minor = machine.compute_capability
+    if major < 8:
+        raise ValueError(
+            f"q is on a device of compute capability {major}.{minor}; attention needs 8.0"
+        )
+    if build.shared_bytes > machine.properties.max_shared_memory_per_block_optin:
+        return replace(build, tile=_SMALL_TILE)
+    return build

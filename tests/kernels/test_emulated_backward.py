@@ -1,0 +1,234 @@
+"""The kernels of the backward on the CPU: right, and a function of the sequence alone."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.core", reason="needs cuda-core to plan: pip install 'rlbench[kernels]'")
+
+from emulation.builds import (
+    EAGER,
+    LAZY,
+    LAZY_SHUFFLED,
+    SHUFFLED,
+    Edit,
+    Schedule,
+    Shape,
+    launch,
+    program,
+    raw_bytes,
+    skip_where_it_cannot_run,
+)
+from emulation.launches import _gpu, generic_result
+from emulation.problems import (
+    NAN,
+    Case,
+    Problem,
+    Result,
+    bits,
+    gapped,
+    offsets,
+    problem_of,
+    reference,
+)
+
+from rlbench.kernels.attention import backward
+
+skip_where_it_cannot_run()
+
+
+class Gradients(NamedTuple):
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+@dataclass(frozen=True)
+class CpuBackward(backward.Backward):
+    """A request whose tensors are on no device that there is a kernel for."""
+
+    @property
+    def device(self) -> int:
+        return 0
+
+
+CASES = [
+    Case(64, torch.float16, None, 10, 1, ((1, 1), (3, 0), (0, 5), (40, 10), (7, 150), (30, 97))),
+    Case(64, torch.bfloat16, None, 4, 4, ((65, 130), (64, 64)), causal=False),
+    Case(128, torch.bfloat16, None, 4, 2, ((70, 70), (5, 130), (20, 3))),
+    Case(256, torch.bfloat16, None, 5, 1, ((1, 1), (33, 40), (9, 100)), causal=False),
+    Case(256, torch.float16, None, 8, 1, ((50, 50), (20, 90))),
+]
+SMALL = CASES[2]._replace(lengths=((40, 70), (20, 30)))
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@functools.cache
+def dout_of(case: Case) -> torch.Tensor:
+    """In poisoned memory, as the problem's tensors are."""
+    problem = problem_of(case)
+    generator = torch.Generator().manual_seed(len(case.lengths))
+    dout = gapped(problem.request.q.shape, case.dtype, 16)
+    dout.copy_(torch.randn(dout.shape, generator=generator))
+    return dout
+
+
+def run(
+    problem: Problem,
+    schedule: Schedule = EAGER,
+    *,
+    tile: int = 64,
+    edit: Edit | None = None,
+    forward: Result | None = None,
+    dout: torch.Tensor | None = None,
+) -> Gradients:
+    """What the real plan's launches make of it, into memory full of NaN."""
+    request, case = problem.request, problem.case
+    forward = forward or generic_result(case)
+    templates = ((request.q, 8), (request.k, 16), (request.v, 24))
+    got = Gradients(*(gapped(tensor.shape, case.dtype, gap) for tensor, gap in templates))
+    dout = dout_of(case) if dout is None else dout
+    tensors = request.q, request.k, request.v, forward.out, dout, *got
+    sizes = len(case.lengths), request.max_seqlen_q, case.causal, request.softmax_scale
+    with (
+        _gpu(),
+        mock.patch.object(backward, "_fitting", lambda build, _: replace(build, tile=tile)),
+    ):
+        plan = backward.plan(CpuBackward(*tensors, *sizes))
+    delta = torch.full((plan.work,), NAN)
+    given = (
+        *(request.q, request.k, request.v, forward.out, forward.lse, dout, *got, delta),
+        *(problem.cu_seqlens_q, problem.lengths_k),
+    )
+    assert given[plan.work_at] is delta
+    for config, build, numbers, _ in plan.launches:
+        shape = Shape(config.grid[0], config.block[0], 1, config.shmem_size)
+        its_edit = edit if edit and edit.file == f"{build.source.split('/')[1]}.cu" else None
+        launch(program(build, its_edit), shape, given, (*got, delta), numbers, schedule)
+    for tensor in got:
+        gaps = raw_bytes(tensor).view(case.dtype).view(*tensor.shape[:2], -1)[..., case.head_dim :]
+        assert (bits(gaps) == bits(torch.full_like(gaps, NAN))).all(), "it wrote between its rows"
+    return got
+
+
+def in_fp64(problem: Problem, dout: torch.Tensor) -> Gradients:
+    q, k, v = packed = [tensor.double().requires_grad_() for tensor in problem.packed]
+    out = reference(replace(problem, packed=(q, k, v))).out
+    gradients = torch.autograd.grad(out, packed, dout.double())
+    return Gradients(*(torch.nan_to_num(gradient) for gradient in gradients))
+
+
+def assert_same_bits(got: Gradients, want: Gradients) -> None:
+    for name, one, other in zip(Gradients._fields, got, want, strict=True):
+        differing = (bits(one) != bits(other)).any(-1)
+        assert not differing.any(), f"{name}: rows that differ: {differing.nonzero().tolist()[:9]}"
+
+
+@each_case
+def test_gradients_are_near_fp64(case: Case) -> None:
+    got, want = run(problem_of(case)), in_fp64(problem_of(case), dout_of(case))
+    unit = 2.0**-8 if case.dtype == torch.bfloat16 else 2.0**-11
+    for one, other in zip(got, want, strict=True):
+        assert one.isfinite().all(), "every row is written"
+        assert (one.double() - other).norm() <= 1.2 * unit * other.norm()
+
+
+@each_case
+@pytest.mark.parametrize(("tile", "schedule"), [(32, LAZY_SHUFFLED), (64, SHUFFLED)], ids=str)
+def test_tiles_and_schedules_do_not_matter(case: Case, tile: int, schedule: Schedule) -> None:
+    problem = problem_of(case)
+    assert_same_bits(run(problem, schedule, tile=tile), run(problem))
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[4]], ids=str)
+def test_neighbours_do_not_matter(case: Case) -> None:
+    """Every sequence alone gets the same gradients, from the same inputs."""
+    got = run(problem_of(case))
+    q_begin = k_begin = 0
+    for q_length, k_length in case.lengths:
+        rows, keys = slice(q_begin, q_begin + q_length), slice(k_begin, k_begin + k_length)
+        if q_length and k_length:
+            alone, forward, dout = cut(case, rows, keys)
+            its = run(alone, forward=forward, dout=dout)
+            assert_same_bits(its, Gradients(got.dq[rows], got.dk[keys], got.dv[keys]))
+        q_begin, k_begin = rows.stop, keys.stop
+
+
+def test_rows_of_no_sequence_are_left_alone() -> None:
+    """Those before the first one and after the last one."""
+    case = CASES[2]._replace(lengths=((10, 80), (20, 70), (30, 150)))
+    whole = run(problem_of(case))
+    part = replace(
+        problem_of(case),
+        case=case._replace(lengths=case.lengths[1:2]),
+        request=replace(problem_of(case).request, sequences=1),
+        cu_seqlens_q=torch.tensor([10, 30], dtype=torch.int32),
+        lengths_k=torch.tensor([80, 150], dtype=torch.int32),
+    )
+    got = run(part, forward=generic_result(case), dout=dout_of(case))
+    for one, other, rows in zip(got, whole, (slice(10, 30), *[slice(80, 150)] * 2), strict=True):
+        assert torch.equal(bits(one[rows]), bits(other[rows]))
+        assert one[: rows.start].isnan().all()
+        assert one[rows.stop :].isnan().all()
+
+
+def cut(case: Case, rows: slice, keys: slice) -> tuple[Problem, Result, torch.Tensor]:
+    """One of the case's sequences, with what the forward and dout have for it."""
+    whole, forward = problem_of(case), generic_result(case)
+    lengths = rows.stop - rows.start, keys.stop - keys.start
+    request = replace(
+        whole.request,
+        q=copied(whole.request.q[rows]),
+        k=copied(whole.request.k[keys]),
+        v=copied(whole.request.v[keys]),
+        sequences=1,
+        max_seqlen_q=lengths[0],
+    )
+    problem = replace(
+        whole,
+        case=case._replace(lengths=(lengths,)),
+        request=request,
+        cu_seqlens_q=offsets([lengths[0]]),
+        lengths_k=offsets([lengths[1]]),
+    )
+    part = Result(copied(forward.out[rows]), forward.lse[rows].clone())
+    return problem, part, copied(dout_of(case)[rows])
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    it = gapped(tensor.shape, tensor.dtype, 8)
+    it.copy_(tensor)
+    return it
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "schedule"),
+    [
+        ("queries", "    if (block > 0) __syncthreads();", "   ", EAGER),
+        (
+            "queries",
+            "    copy_async_wait_all();\n    __syncthreads();",
+            "    __syncthreads();",
+            LAZY,
+        ),
+        ("queries", "if (first_key >= warp_limit) continue;", "if (block > 0) continue;", EAGER),
+        ("queries", "    rows.hide(scores, first_key, warp_row, lane);", "", EAGER),
+        ("keys", "    __syncthreads();  // everybody is done with the last ones", "", SHUFFLED),
+        ("keys", "    copy_async_wait_all();\n    __syncthreads();", "    __syncthreads();", LAZY),
+        ("keys", "* group / kRows);", "* group / kRows + 1);", EAGER),
+        ("keys", "first_key + part + lane / 4 + e / 2 * 8 < stat.limit", "true", EAGER),
+        ("keys", "has_values ? dout_tile : q_tile", "q_tile", EAGER),
+    ],
+)
+def test_what_is_wrong_is_noticed(file: str, old: str, new: str, schedule: Schedule) -> None:
+    problem = problem_of(SMALL)
+    want = run(problem)
+    edit = Edit(f"attention_backward_{file}.cu", old, new)
+    with pytest.raises(AssertionError, match=r"that differ|deadlock:|fault:"):
+        assert_same_bits(run(problem, schedule, edit=edit), want)
