@@ -84,6 +84,7 @@ def run(
     schedule: Schedule = EAGER,
     *,
     tile: int = 64,
+    hopper: bool = False,
     edit: Edit | None = None,
     forward: Result | None = None,
     dout: torch.Tensor | None = None,
@@ -99,6 +100,7 @@ def run(
     with (
         _gpu(),
         mock.patch.object(backward, "_fitting", lambda build, _: replace(build, tile=tile)),
+        mock.patch.object(backward, "fits", return_value=hopper),
     ):
         plan = backward.plan(CpuBackward(*tensors, *sizes))
     delta = torch.full((plan.work,), NAN)
@@ -107,10 +109,11 @@ def run(
         *(problem.cu_seqlens_q, problem.lengths_k),
     )
     assert given[plan.work_at] is delta
-    for config, build, numbers, _ in plan.launches:
+    assert bool(plan.launches[1].maps) == hopper
+    for config, build, numbers, maps in plan.launches:
         shape = Shape(config.grid[0], config.block[0], 1, config.shmem_size)
         its_edit = edit if edit and edit.file == f"{build.source.split('/')[1]}.cu" else None
-        launch(program(build, its_edit), shape, given, (*got, delta), numbers, schedule)
+        launch(program(build, its_edit), shape, given, (*got, delta), numbers, schedule, maps)
     for tensor in got:
         gaps = raw_bytes(tensor).view(case.dtype).view(*tensor.shape[:2], -1)[..., case.head_dim :]
         assert (bits(gaps) == bits(torch.full_like(gaps, NAN))).all(), "it wrote between its rows"
@@ -144,6 +147,15 @@ def test_gradients_are_near_fp64(case: Case) -> None:
 def test_tiles_and_schedules_do_not_matter(case: Case, tile: int, schedule: Schedule) -> None:
     problem = problem_of(case)
     assert_same_bits(run(problem, schedule, tile=tile), run(problem))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("schedule", [EAGER, SHUFFLED, LAZY, LAZY_SHUFFLED], ids=str)
+def test_hopper_has_the_generic_kernels_bits(case: Case, schedule: Schedule) -> None:
+    # A tile is whole positions.
+    case = case._replace(heads=case.kv_heads * 4) if 64 % (case.heads // case.kv_heads) else case
+    problem = problem_of(case)
+    assert_same_bits(run(problem, schedule, hopper=True), run(problem))
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[4]], ids=str)

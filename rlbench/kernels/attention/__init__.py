@@ -34,6 +34,7 @@ def builds() -> Iterator[Build]:
     yield from combine.variants()
     yield from prefill.variants()
     yield from backward.variants()
+    yield from backward.hopper_variants()
 
 
 @overload

@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from torch import Tensor
 
+from rlbench.kernels.attention import tensor_map
 from rlbench.kernels.attention.family import Family, every
-from rlbench.kernels.attention.launch import Launch, Plan, kernel_of
+from rlbench.kernels.attention.launch import Launch, Plan, fits, kernel_of
 from rlbench.kernels.attention.request import ELEMENTS
 from rlbench.kernels.attention.tiles import MAX_GRID
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from rlbench.kernels.attention.tensor_map import TensorMap
+
 DELTA = 9
 """Which of the kernels' pointers is scratch memory: a float for every row."""
+_CAPABILITIES = range(9, 10)  # wgmma
 _SMALL_TILE = 32  # where there is little shared memory, at head dim 256
 
 
@@ -132,6 +136,31 @@ class Keys(Queries):
         return {**rest, "TILE_KEYS": self.tile}
 
 
+@dataclass(frozen=True)
+class HopperKeys(Family):
+    """A build of `attention_backward_keys_sm90.cu`, which has the bits of `Keys`."""
+
+    name: ClassVar[str] = "backward_keys_hopper"
+    source: ClassVar[str] = "attention/attention_backward_keys_sm90"
+    threads: ClassVar[int] = 384
+    tile: ClassVar[int] = 64
+    rows: ClassVar[int] = 64
+    """Rows at a time."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """K and V, two stages of Q and dO, weights, four words of each row, barriers, and room to align
+        it all to 1024."""
+        tiles = 2 * self.tile + 2 * 2 * self.rows
+        said = 128 * self.rows * 2 + 2 * self.rows * 16
+        return tiles * self.head_dim * 2 + said + 5 * 8 + 1024
+
+
+def hopper_variants() -> Iterator[HopperKeys]:
+    """Every build that a call can ask for; for sm_90a alone."""
+    return (variant for variant in every(HopperKeys) if not variant.paged)
+
+
 def variants() -> Iterator[Queries]:
     """Every build that a call can ask for."""
     for kind in (Queries, Keys):
@@ -148,7 +177,7 @@ def plan(request: Backward) -> Plan:
     from cuda.core import LaunchConfig
 
     queries = _fitting(Queries(*request.build), request.device)
-    keys = _fitting(Keys(*request.build), request.device)
+    keys, maps = _keys_of(request)
     tiles = -(-request.max_seqlen_q * request.group // queries.tile)
     # One more for each sequence, since none has to end where a tile does.
     key_tiles = request.k.shape[0] // keys.tile + request.sequences
@@ -159,13 +188,30 @@ def plan(request: Backward) -> Plan:
             f"{request.sequences} sequences need {max(blocks)} thread blocks; at most {MAX_GRID} "
             "can be started"
         )
-    launches = []
-    for build, grid, own in ((queries, blocks[0], (tiles,)), (keys, blocks[1], ())):
+
+    def launch(
+        build: Queries | HopperKeys, grid: int, *own: int, maps: tuple[TensorMap, ...] = ()
+    ) -> Launch:
         config = LaunchConfig(grid=grid, block=build.threads, shmem_size=build.shared_bytes)
         kernel = kernel_of(build, request.device)
-        launches.append(Launch(config, kernel, (*request.numbers, *own)))
+        return Launch(config, kernel, (*request.numbers, *own), maps)
+
+    own = (request.q.shape[0],) if maps else ()
+    launches = launch(queries, blocks[0], tiles), launch(keys, blocks[1], *own, maps=maps)
     delta = request.q.shape[0] * request.q.shape[1]
-    return Plan(request.device, tuple(launches), delta, DELTA)
+    return Plan(request.device, launches, delta, DELTA)
+
+
+def _keys_of(request: Backward) -> tuple[Keys | HopperKeys, tuple[TensorMap, ...]]:
+    """What finds dk and dv, and the maps that it takes after everything else."""
+    hopper = HopperKeys(*request.build)
+    maps = tensor_map.usable(
+        tensor_map.of_rows(tensor_map.Q, request.q, request.group, hopper.rows),
+        tensor_map.of_rows(tensor_map.DOUT, request.dout, request.group, hopper.rows),
+    )
+    if maps and fits(hopper, request.device, _CAPABILITIES):
+        return hopper, maps
+    return _fitting(Keys(*request.build), request.device), ()
 
 
 _V = TypeVar("_V", bound=Queries)

@@ -64,7 +64,7 @@ class Launch(NamedTuple):
     kernel: Kernel
     numbers: tuple[int | float, ...]
     maps: tuple[TensorMap, ...] = ()
-    """What the kernel takes after them: made of the pointers."""
+    """What the kernel takes after them: made of the pointers, of which they say which."""
 
 
 class Plan(NamedTuple):
@@ -159,9 +159,8 @@ class Runner:
             _POINTER.pack_into(parameters.pointers, 8 * self._work_at, work.data_ptr())
         # As torch.compile's code asks for it.
         stream = torch._C._cuda_getCurrentRawStream(self.device)  # noqa: SLF001
-        tensors = addresses[:3]
-        if (stream, parameters.mapped(tensors)) != parameters.where:
-            parameters.move(stream, tensors)
+        if (stream, parameters.mapped(addresses)) != parameters.where:
+            parameters.move(stream, addresses)
         launch = _launch_function()
         for each in parameters.launches:
             status = launch(*each.arguments)
@@ -185,7 +184,7 @@ def _fail(status: int, config: LaunchConfig) -> NoReturn:
     raise RuntimeError(f"cuLaunchKernelEx returns {driver.CUresult(status)!r} for {config}")
 
 
-_Tensors = tuple[int, ...]  # addresses of q, k and v: tensor_map.Q, K and V
+_Tensors = tuple[int, ...]  # addresses, in the order of the kernels' pointers
 _POINTER = struct.Struct("=Q")
 
 

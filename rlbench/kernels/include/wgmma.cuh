@@ -126,13 +126,14 @@ __device__ __forceinline__ void keep_order(unsigned (&tiles)[kTiles][4]) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));          \
   }
 
-// The widths that attention needs, by n8 tiles: 10 and 16 for keys, 8, 16 and 32 for head dims.
+// The widths that attention needs, by n8 tiles: 8, 10 and 16 for keys or rows, 8, 16 and 32 for head dims.
 template <class Element, int kTiles>
 struct Wgmma;
 
 #define RLBENCH_WGMMA(ELEMENT, TYPE)                                                              \
   template <>                                                                                     \
   struct Wgmma<ELEMENT, 8> {                                                                      \
+    RLBENCH_SCORES(TYPE, 8, "64", 32, "%32", "%33", "%34")                                        \
     RLBENCH_VALUES(TYPE, 8, "64", 32, "%32, %33, %34, %35", "%36", "%37")                         \
   };                                                                                              \
   template <>                                                                                     \
