@@ -109,7 +109,7 @@ def run(
         *(problem.cu_seqlens_q, problem.lengths_k),
     )
     assert given[plan.work_at] is delta
-    assert bool(plan.launches[1].maps) == hopper
+    assert all(bool(launch.maps) == hopper for launch in plan.launches)
     for config, build, numbers, maps in plan.launches:
         shape = Shape(config.grid[0], config.block[0], 1, config.shmem_size)
         its_edit = edit if edit and edit.file == f"{build.source.split('/')[1]}.cu" else None
@@ -217,6 +217,40 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     it = gapped(tensor.shape, tensor.dtype, 8)
     it.copy_(tensor)
     return it
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "schedule"),
+    [
+        ("queries", "mbarrier_sleep(full_rows, 0);", "", Schedule(seed=3)),
+        ("queries", "mbarrier_sleep(empty(stage), n / kStages % 2 ^ 1);", "", LAZY),
+        ("queries", "if (static_cast<int>(n) >= whole) {", "if (false) {", EAGER),
+        ("queries", "static_cast<int>(total_k_arg) - end;", "0;", EAGER),
+        ("queries", "        named_barrier(kBack, kConsumerThreads);", "", EAGER),
+        ("queries", "      named_barrier(kGiven, kConsumerThreads);", "", LAZY),
+        (
+            "queries",
+            "        release(n - 1);\n      }\n      if (goes_on)",
+            "}\nif (goes_on)",
+            LAZY,
+        ),
+        ("keys", "if (n > 0) named_barrier(kTaken, kConsumerThreads);", "", LAZY_SHUFFLED),
+        ("keys", "if (n + 1 < blocks) named_barrier_arrive(kTaken, kConsumerThreads);", "", EAGER),
+        ("keys", "mbarrier_sleep(full_keys, 0);", "", Schedule(seed=20)),
+        ("keys", "static_cast<int>(total_q_arg) - q_length;", "0;", EAGER),
+        ("keys", "[0].limit < first_key + kTileKeys) {", "[0].limit < first_key) {", EAGER),
+        ("keys", "mbarrier_init(full(stage), 1 + 32);", "mbarrier_init(full(stage), 32);", EAGER),
+        ("keys", "b(rows_at(n % kStages, has_values)", "b(rows_at(n % kStages, true)", EAGER),
+    ],
+)
+def test_what_is_wrong_on_hopper_is_noticed(
+    file: str, old: str, new: str, schedule: Schedule
+) -> None:
+    problem = problem_of(SMALL._replace(lengths=((40, 70), (150, 300))))
+    want = run(problem)
+    edit = Edit(f"attention_backward_{file}_sm90.cu", old, new)
+    with pytest.raises(AssertionError, match=r"that differ|deadlock:|fault:"):
+        assert_same_bits(run(problem, schedule, hopper=True, edit=edit), want)
 
 
 @pytest.mark.parametrize(

@@ -156,9 +156,30 @@ class HopperKeys(Family):
         return tiles * self.head_dim * 2 + said + 5 * 8 + 1024
 
 
-def hopper_variants() -> Iterator[HopperKeys]:
+@dataclass(frozen=True)
+class HopperQueries(Family):
+    """A build of `attention_backward_queries_sm90.cu`, which has the bits of `Queries`."""
+
+    name: ClassVar[str] = "backward_queries_hopper"
+    source: ClassVar[str] = "attention/attention_backward_queries_sm90"
+    threads: ClassVar[int] = 384
+    tile: ClassVar[int] = 64
+    keys: ClassVar[int] = 64
+    """Keys at a time."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Q and dO, two stages of K and V, weights and their rounded gradients, barriers, and room to
+        align it all to 1024."""
+        tiles = 2 * self.tile + 2 * 2 * self.keys
+        said = 128 * self.keys * 2 + 128 * self.keys
+        return tiles * self.head_dim * 2 + said + 5 * 8 + 1024
+
+
+def hopper_variants() -> Iterator[HopperKeys | HopperQueries]:
     """Every build that a call can ask for; for sm_90a alone."""
-    return (variant for variant in every(HopperKeys) if not variant.paged)
+    yield from (variant for variant in every(HopperQueries) if not variant.paged)
+    yield from (variant for variant in every(HopperKeys) if not variant.paged)
 
 
 def variants() -> Iterator[Queries]:
@@ -176,7 +197,7 @@ def plan(request: Backward) -> Plan:
     """What the request launches. The device is the current one."""
     from cuda.core import LaunchConfig
 
-    queries = _fitting(Queries(*request.build), request.device)
+    queries, key_maps = _queries_of(request)
     keys, maps = _keys_of(request)
     tiles = -(-request.max_seqlen_q * request.group // queries.tile)
     # One more for each sequence, since none has to end where a tile does.
@@ -190,16 +211,40 @@ def plan(request: Backward) -> Plan:
         )
 
     def launch(
-        build: Queries | HopperKeys, grid: int, *own: int, maps: tuple[TensorMap, ...] = ()
+        build: Queries | HopperQueries | HopperKeys,
+        grid: int,
+        own: tuple[int, ...],
+        maps: tuple[TensorMap, ...],
     ) -> Launch:
         config = LaunchConfig(grid=grid, block=build.threads, shmem_size=build.shared_bytes)
         kernel = kernel_of(build, request.device)
         return Launch(config, kernel, (*request.numbers, *own), maps)
 
-    own = (request.q.shape[0],) if maps else ()
-    launches = launch(queries, blocks[0], tiles), launch(keys, blocks[1], *own, maps=maps)
+    # Kernels with maps also take the number of their tensors' rows.
+    numbers = (
+        (tiles, *(request.k.shape[:1] if key_maps else ())),
+        request.q.shape[:1] if maps else (),
+    )
+    launches = (
+        launch(queries, blocks[0], numbers[0], key_maps),
+        launch(keys, blocks[1], numbers[1], maps),
+    )
     delta = request.q.shape[0] * request.q.shape[1]
     return Plan(request.device, launches, delta, DELTA)
+
+
+def _queries_of(
+    request: Backward,
+) -> tuple[Queries | HopperQueries, tuple[TensorMap, ...]]:
+    """What finds dq, and the maps that it takes after everything else."""
+    hopper = HopperQueries(*request.build)
+    maps = tensor_map.usable(
+        tensor_map.of_keys(tensor_map.K, request.k, hopper.keys),
+        tensor_map.of_keys(tensor_map.V, request.v, hopper.keys),
+    )
+    if maps and fits(hopper, request.device, _CAPABILITIES):
+        return hopper, maps
+    return _fitting(Queries(*request.build), request.device), ()
 
 
 def _keys_of(request: Backward) -> tuple[Keys | HopperKeys, tuple[TensorMap, ...]]:

@@ -80,10 +80,11 @@ class Encoded(NamedTuple):
     memory: ctypes.Array[ctypes.c_char]
 
 
-def of_keys(pointer: int, keys: Tensor) -> TensorMap | None:
+def of_keys(pointer: int, keys: Tensor, block: int | None = None) -> TensorMap | None:
     """The map of packed K or V [total_k, kv_heads, head_dim], or None if there can be none.
 
-    The tensor has satisfied `checks.check`. A box is a block of keys of one head.
+    The tensor has satisfied `checks.check`. A box is a block of keys of one head, as many as the
+    definition's blocks have unless it says.
     """
     rows, heads, head_dim = keys.shape
     panels = head_dim // _PANEL
@@ -101,7 +102,7 @@ def of_keys(pointer: int, keys: Tensor) -> TensorMap | None:
         -rows * row_stride,
         (_PANEL, rows, panels, heads, rows + 1),
         (row_stride, _PANEL * _ELEMENT_BYTES, head_stride, row_stride),
-        (_PANEL, BLOCK_KEYS[head_dim], panels, 1, 1),
+        (_PANEL, block or BLOCK_KEYS[head_dim], panels, 1, 1),
     )
 
 

@@ -115,7 +115,19 @@ __device__ __forceinline__ void keep_order(unsigned (&tiles)[kTiles][4]) {
                  : "l"(a), "l"(b), "r"(accumulate));                                              \
   }
 
-// The same with A in registers, which have the numbers A, and B MN-major in shared memory.
+// The same with A in registers, which have the numbers A.
+#define RLBENCH_ROW_SCORES(TYPE, TILES, COLUMNS, REGISTERS, A, B, P)                              \
+  static __device__ __forceinline__ void row_scores(float (&acc)[TILES][4],                       \
+                                                    const unsigned (&a)[4], unsigned long long b, \
+                                                    int accumulate) {                             \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " P                                               \
+                 ", 0; wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." TYPE "." TYPE        \
+                 " {" RLBENCH_REGISTERS_##REGISTERS "}, {" A "}, " B ", p, 1, 1, 0;}"             \
+                 : RLBENCH_TILES_##TILES(0)                                                       \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));          \
+  }
+
+// The same with B MN-major.
 #define RLBENCH_VALUES(TYPE, TILES, COLUMNS, REGISTERS, A, B, P)                                  \
   static __device__ __forceinline__ void values(float (&acc)[TILES][4], const unsigned (&a)[4],   \
                                                 unsigned long long b, int accumulate) {           \
@@ -134,6 +146,7 @@ struct Wgmma;
   template <>                                                                                     \
   struct Wgmma<ELEMENT, 8> {                                                                      \
     RLBENCH_SCORES(TYPE, 8, "64", 32, "%32", "%33", "%34")                                        \
+    RLBENCH_ROW_SCORES(TYPE, 8, "64", 32, "%32, %33, %34, %35", "%36", "%37")                     \
     RLBENCH_VALUES(TYPE, 8, "64", 32, "%32, %33, %34, %35", "%36", "%37")                         \
   };                                                                                              \
   template <>                                                                                     \
@@ -155,6 +168,7 @@ RLBENCH_WGMMA(Fp16, "f16")
 
 #undef RLBENCH_WGMMA
 #undef RLBENCH_VALUES
+#undef RLBENCH_ROW_SCORES
 #undef RLBENCH_SCORES
 #undef RLBENCH_TILES_32
 #undef RLBENCH_TILES_16
