@@ -79,10 +79,11 @@ class Encoded(NamedTuple):
     memory: ctypes.Array[ctypes.c_char]
 
 
-def of_keys(pointer: int, keys: Tensor) -> TensorMap | None:
+def of_keys(pointer: int, keys: Tensor, parts: int = 1) -> TensorMap | None:
     """The map of packed K or V [total_k, kv_heads, head_dim], or None if there can be none.
 
-    The tensor has satisfied `checks.check`. A box is a block of keys of one head.
+    The tensor has satisfied `checks.check`. A box is a block of keys of one head, or a part of its
+    panels, of which there are so many.
     """
     rows, heads, head_dim = keys.shape
     panels = head_dim // _PANEL
@@ -92,6 +93,7 @@ def of_keys(pointer: int, keys: Tensor) -> TensorMap | None:
         and heads < _COORDINATE_LIMIT
         and _is_stride(row_stride)
         and _is_stride(head_stride)
+        and panels % parts == 0
     )
     if not possible:
         return None
@@ -100,7 +102,7 @@ def of_keys(pointer: int, keys: Tensor) -> TensorMap | None:
         -rows * row_stride,
         (_PANEL, rows, panels, heads, rows + 1),
         (row_stride, _PANEL * _ELEMENT_BYTES, head_stride, row_stride),
-        (_PANEL, BLOCK_KEYS[head_dim], panels, 1, 1),
+        (_PANEL, BLOCK_KEYS[head_dim], panels // parts, 1, 1),
     )
 
 
