@@ -111,7 +111,8 @@ def run(
     assert given[plan.work_at] is delta
     assert all(bool(launch.maps) == hopper for launch in plan.launches)
     for config, build, numbers, maps in plan.launches:
-        shape = Shape(config.grid[0], config.block[0], 1, config.shmem_size)
+        ranks = getattr(build, "ranks", 1)
+        shape = Shape(config.grid[0], config.block[0], ranks, config.shmem_size)
         its_edit = edit if edit and edit.file == f"{build.source.split('/')[1]}.cu" else None
         launch(program(build, its_edit), shape, given, (*got, delta), numbers, schedule, maps)
     for tensor in got:

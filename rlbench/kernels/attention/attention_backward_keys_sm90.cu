@@ -21,6 +21,7 @@
 #include "copy.cuh"
 #include "keys.cuh"
 #include "mbarrier.cuh"
+#include "mma.cuh"
 #include "numeric.cuh"
 #include "tile_rows.cuh"
 #include "tma.cuh"
@@ -63,8 +64,10 @@ constexpr int kSharedBytes = kBarriers + (2 * kStages + 1) * 8 + kAlignment;
 static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
 static_assert(kTileKeys == kRows, "tiles of both have one layout");
 
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kGiven = 1, kTaken = 2;  // named barriers, of P
+// K or V is kept in registers where there is room: products then read half as much of shared memory.
+constexpr bool kKeeps = kHeadDim <= 128;
 
 struct KeyTile {
   static constexpr int kRowBytes = 128;
@@ -204,20 +207,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   unsigned weights[kRows / 16][4];
   float4* const exchange = reinterpret_cast<float4*>(aligned + kExchange) + thread;
 
+  const unsigned own_keys = base + kKeyTiles + (has_values ? 0 : kTileBytes);
+  unsigned left[kKeeps ? kHeadDim / 16 : 1][4];
   const auto rows_at = [&](unsigned stage, bool dout) {
     return base + kRowStages + (stage * 2 + (dout ? 1 : 0)) * kTileBytes;
   };
   const auto start_scores = [&](unsigned n) {
     const unsigned stage = n % kStages;
     mbarrier_sleep(full(stage), n / kStages % 2);
-    const Matrix a(base + kKeyTiles + (has_values ? 0 : kTileBytes), 16);
-    const Matrix b(rows_at(stage, !has_values), 16);
+    const Matrix a(own_keys, 16), b(rows_at(stage, !has_values), 16);
     keep_order(scores);
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; ++d) {
       const int offset = d / 4 * kPanelBytes + d % 4 * 32;
-      Wgmma<Element, kRowTiles>::scores(scores, a.descriptor(offset), b.descriptor(offset), d > 0);
+      if constexpr (kKeeps) {
+        Wgmma<Element, kRowTiles>::row_scores(scores, left[d], b.descriptor(offset), d > 0);
+      } else {
+        Wgmma<Element, kRowTiles>::scores(scores, a.descriptor(offset), b.descriptor(offset), d > 0);
+      }
     }
     wgmma_commit();
   };
@@ -227,6 +235,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   };
 
   mbarrier_sleep(full_keys, 0);
+  if constexpr (kKeeps) {
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; ++d) {
+      const int row = warp % 4 * 16 + lane % 16;
+      load_matrices(left[d], own_keys + KeyTile::offset(row, 2 * d + lane / 16));
+    }
+  }
   if (blocks > 0) {
     start_scores(0);
     wgmma_wait<0>();

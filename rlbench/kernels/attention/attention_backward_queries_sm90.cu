@@ -18,6 +18,7 @@
 // follow the last key that the tile sees.
 
 #include "backward.cuh"
+#include "cluster.cuh"
 #include "copy.cuh"
 #include "mbarrier.cuh"
 #include "mma.cuh"
@@ -26,12 +27,16 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-// The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), SHARED_BYTES (what the launch
-// reserves), KERNEL_NAME.
+// Two thread blocks can be a cluster that takes neighbouring tiles: each asks for half of K and V, which
+// comes to both. Both go through the keys that one of them sees.
+
+// The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), RANKS (1, 2: blocks of a cluster),
+// SHARED_BYTES (what the launch reserves), KERNEL_NAME.
 
 using namespace rlbench;
 
 constexpr int kHeadDim = HEAD_DIM;
+constexpr int kRanks = RANKS;
 using Element = ELEMENT;
 
 constexpr int kRows = 64;
@@ -58,8 +63,9 @@ constexpr int kSharedBytes = kBarriers + (2 * kStages + 1) * 8 + kAlignment;
 
 static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
 static_assert(kRows == kKeys, "tiles of both have one layout");
+static_assert(kPanels % kRanks == 0, "blocks share panels");
 
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 // Named barriers: P is given, and what comes back, dS, or that P has been taken. Whoever writes has met
 // the other one at the other barrier since that read what was there.
 constexpr int kGiven = 1, kBack = 2;
@@ -71,7 +77,13 @@ struct RowTile {
 };
 using Rows = TileRows<kRows, false>;
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+#if RANKS > 1
+#define CLUSTER __cluster_dims__(RANKS, 1, 1)
+#else
+#define CLUSTER
+#endif
+
+extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_BACKWARD_PARAMETERS, long long tiles_arg, long long total_k_arg,
                 const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
   extern __shared__ unsigned char shared_memory[];
@@ -88,23 +100,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   // Late tiles see the most keys under the causal mask, so they start first.
   const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
   const unsigned others = kv_heads * static_cast<unsigned>(sequences_arg);
-  const unsigned tile = static_cast<unsigned>(tiles_arg) - 1 - blockIdx.x / others;
-  const unsigned other = blockIdx.x % others;
-  const Rows rows(tile, other % kv_heads, other / kv_heads, kv_heads,
-                  static_cast<unsigned>(group_arg), cu_seqlens_q, cu_seqlens_k, causal_arg != 0);
-  if (rows.count == 0) return;
-  const int end = rows.limit(kRows - 1);
+  const unsigned place = blockIdx.x / kRanks;
+  const unsigned rank = kRanks > 1 ? cluster_rank() : 0;
+  const auto rows_of = [&](unsigned its_rank) {
+    const unsigned tile = static_cast<unsigned>(tiles_arg) - 1 - place / others;
+    const unsigned other = place % others;
+    return Rows(tile * kRanks + its_rank, other % kv_heads, other / kv_heads, kv_heads,
+                static_cast<unsigned>(group_arg), cu_seqlens_q, cu_seqlens_k, causal_arg != 0);
+  };
+  const Rows rows = rows_of(rank);
+  if (kRanks == 1 && rows.count == 0) return;
+  // Some row of the cluster sees keys up to there.
+  int end = rows.count > 0 ? rows.limit(kRows - 1) : 0;
+  if constexpr (kRanks > 1) {
+    const Rows others_rows = rows_of(rank ^ 1);
+    const int its_end = others_rows.count > 0 ? others_rows.limit(kRows - 1) : 0;
+    end = its_end > end ? its_end : end;
+  }
   const unsigned blocks = end > 0 ? static_cast<unsigned>((end + kKeys - 1) / kKeys) : 0;
 
   if (threadIdx.x == 0) {
     for (unsigned stage = 0; stage < kStages; ++stage) {
       mbarrier_init(full(stage), 1);
-      mbarrier_init(empty(stage), kConsumerThreads / 32);
+      mbarrier_init(empty(stage), kRanks * kConsumerThreads / 32);
     }
     mbarrier_init(full_rows, 128);
     fence_async_proxy();
+    if constexpr (kRanks > 1) fence_barriers();
   }
-  __syncthreads();
+  if constexpr (kRanks > 1) {
+    cluster_begin();
+    cluster_wait_for_others();
+  } else {
+    __syncthreads();
+  }
 
   if (warp < 4) {
     // --- the producer ----------------------------------------------------------------------------
@@ -127,8 +156,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const int x = first_x + static_cast<int>(n) * kKeys;
       mbarrier_sleep(empty(stage), n / kStages % 2 ^ 1);
       mbarrier_arrive_expecting(full(stage), 2 * kTileBytes);
-      copy_box(keys, &k_map, full(stage), 0, x, 0, kv_head, rows.k_begin + end);
-      copy_box(keys + kTileBytes, &v_map, full(stage), 0, x, 0, kv_head, rows.k_begin + end);
+      constexpr int kAsked = kPanels / kRanks;
+      const int panel = static_cast<int>(rank) * kAsked;
+      const unsigned own = keys + rank * kAsked * kPanelBytes;
+      copy_box<kRanks>(own, &k_map, full(stage), 0, x, panel, kv_head, rows.k_begin + end);
+      copy_box<kRanks>(own + kTileBytes, &v_map, full(stage), 0, x, panel, kv_head,
+                       rows.k_begin + end);
     }
     return;
   }
@@ -212,7 +245,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     keep_order(acc);
     keep_order(gradients);
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(empty(n % kStages));
+    if constexpr (kRanks == 1) {
+      if (lane == 0) mbarrier_arrive(empty(n % kStages));
+    } else if (lane < kRanks) {
+      mbarrier_arrive_remote(shared_of(empty(n % kStages), static_cast<unsigned>(lane)));
+    }
   };
 
   mbarrier_sleep(full_rows, 0);
@@ -314,6 +351,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   wgmma_wait<0>();
   keep_order(acc);
   keep_order(gradients);
+  if constexpr (kRanks > 1) {
+    // Not before the others have said here what they have released.
+    cluster_end();
+    cluster_wait_for_others();
+  }
   if (!has_columns) return;
 
   const float scale = static_cast<float>(scale_arg);

@@ -84,6 +84,7 @@ class Queries(Family):
     name: ClassVar[str] = "backward_queries"
     source: ClassVar[str] = "attention/attention_backward_queries"
 
+    ranks: ClassVar[int] = 1
     tile: int = 64
 
     @property
@@ -168,6 +169,16 @@ class HopperQueries(Family):
     """Keys at a time."""
 
     @property
+    def ranks(self) -> int:
+        """Thread blocks of a cluster, which share K and V."""
+        return 2 if self.head_dim > 64 else 1
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        """The macros that the source takes."""
+        return {**super().defines, "RANKS": self.ranks}
+
+    @property
     def shared_bytes(self) -> int:
         """Q and dO, two stages of K and V, weights and their rounded gradients, barriers, and room to
         align it all to 1024."""
@@ -199,10 +210,11 @@ def plan(request: Backward) -> Plan:
 
     queries, key_maps = _queries_of(request)
     keys, maps = _keys_of(request)
-    tiles = -(-request.max_seqlen_q * request.group // queries.tile)
+    tiles = -(-request.max_seqlen_q * request.group // (queries.tile * queries.ranks))
     # One more for each sequence, since none has to end where a tile does.
     key_tiles = request.k.shape[0] // keys.tile + request.sequences
-    blocks = tiles * request.kv_heads * request.sequences, key_tiles * request.kv_heads
+    units = request.kv_heads * request.sequences
+    blocks = tiles * units * queries.ranks, key_tiles * request.kv_heads
     if max(blocks) > MAX_GRID:
         raise ValueError(
             f"max_seqlen_q {request.max_seqlen_q} and {request.k.shape[0]} keys for "
@@ -239,8 +251,8 @@ def _queries_of(
     """What finds dq, and the maps that it takes after everything else."""
     hopper = HopperQueries(*request.build)
     maps = tensor_map.usable(
-        tensor_map.of_keys(tensor_map.K, request.k, hopper.keys),
-        tensor_map.of_keys(tensor_map.V, request.v, hopper.keys),
+        tensor_map.of_keys(tensor_map.K, request.k, hopper.ranks, hopper.keys),
+        tensor_map.of_keys(tensor_map.V, request.v, hopper.ranks, hopper.keys),
     )
     if maps and fits(hopper, request.device, _CAPABILITIES):
         return hopper, maps

@@ -57,6 +57,18 @@ class Build(Protocol):
         """The macros that the source takes."""
 
 
+class ClusterBuild(Build, Protocol):
+    """A build whose thread blocks come in clusters."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+
+    @property
+    def ranks(self) -> int:
+        """Blocks of a cluster."""
+
+
 class Launch(NamedTuple):
     """One kernel of a plan. All of them take the same pointers, then `numbers`."""
 
@@ -131,6 +143,18 @@ def sms(device: int) -> int:
     from cuda.core import Device
 
     return int(Device(device).properties.multiprocessor_count)
+
+
+@functools.cache
+def clusters_at_once(build: ClusterBuild, device: int) -> int:
+    """Clusters that the GPU has at a time: its SMs are not divided evenly."""
+    from cuda.core import Device, LaunchConfig
+
+    config = LaunchConfig(
+        grid=1, cluster=build.ranks, block=build.threads, shmem_size=build.shared_bytes
+    )
+    occupancy = kernel_of(build, device).occupancy
+    return int(occupancy.max_active_clusters(config, stream=Device(device).default_stream))
 
 
 class Runner:

@@ -80,11 +80,13 @@ class Encoded(NamedTuple):
     memory: ctypes.Array[ctypes.c_char]
 
 
-def of_keys(pointer: int, keys: Tensor, block: int | None = None) -> TensorMap | None:
+def of_keys(
+    pointer: int, keys: Tensor, parts: int = 1, block: int | None = None
+) -> TensorMap | None:
     """The map of packed K or V [total_k, kv_heads, head_dim], or None if there can be none.
 
     The tensor has satisfied `checks.check`. A box is a block of keys of one head, as many as the
-    definition's blocks have unless it says.
+    definition's blocks have unless it says, or a part of its panels, of which there are so many.
     """
     rows, heads, head_dim = keys.shape
     panels = head_dim // _PANEL
@@ -94,6 +96,7 @@ def of_keys(pointer: int, keys: Tensor, block: int | None = None) -> TensorMap |
         and heads < _COORDINATE_LIMIT
         and _is_stride(row_stride)
         and _is_stride(head_stride)
+        and panels % parts == 0
     )
     if not possible:
         return None
@@ -102,7 +105,7 @@ def of_keys(pointer: int, keys: Tensor, block: int | None = None) -> TensorMap |
         -rows * row_stride,
         (_PANEL, rows, panels, heads, rows + 1),
         (row_stride, _PANEL * _ELEMENT_BYTES, head_stride, row_stride),
-        (_PANEL, block or BLOCK_KEYS[head_dim], panels, 1, 1),
+        (_PANEL, block or BLOCK_KEYS[head_dim], panels // parts, 1, 1),
     )
 
 

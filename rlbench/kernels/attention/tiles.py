@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from rlbench.kernels.attention.launch import Build, Launch, Plan, kernel_of
+from rlbench.kernels.attention.launch import ClusterBuild, Launch, Plan, kernel_of
 
 if TYPE_CHECKING:
     from rlbench.kernels.attention.request import Request
@@ -19,8 +19,8 @@ def waiting(row_threads: int, head_dim: int) -> int:
     return row_threads * (head_dim // 8 + 1) * 4
 
 
-class TiledBuild(Build, Protocol):
-    """A build of such a source."""
+class TiledBuild(ClusterBuild, Protocol):
+    """A build of such a source. The blocks of a cluster take neighbouring tiles."""
 
     @property
     def tile_rows(self) -> int:
@@ -30,10 +30,6 @@ class TiledBuild(Build, Protocol):
     def work(self) -> int:
         """fp32 elements of scratch memory that a block needs where rows have several splits, one at
         least: it takes the memory for a promise that they may."""
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
 
 
 def plan(
@@ -52,15 +48,15 @@ def plan(
     """
     from cuda.core import LaunchConfig
 
-    tiles = -(-request.max_seqlen_q * request.group // build.tile_rows)
+    tiles = -(-request.max_seqlen_q * request.group // (build.tile_rows * build.ranks))
     places = tiles * request.kv_heads * request.sequences
-    if places > MAX_GRID:
+    if places * build.ranks > MAX_GRID:
         raise ValueError(
             f"max_seqlen_q {request.max_seqlen_q} for {request.sequences} sequences and "
-            f"{request.q.shape[1]} heads needs {places} thread blocks; at most {MAX_GRID} can be "
+            f"{request.q.shape[1]} heads needs {places * build.ranks} thread blocks; at most {MAX_GRID} can be "
             "started"
         )
-    blocks = min(places, most_blocks)
+    blocks = min(places, max(1, most_blocks // build.ranks)) * build.ranks
     counts = (request.sequences, tiles, 1 if request.causal else 0)
     numbers = (*request.first_numbers, *counts, *request.scales, *own_numbers)
     config = LaunchConfig(grid=blocks, block=build.threads, shmem_size=build.shared_bytes)

@@ -57,6 +57,7 @@ void named_sync(int id, unsigned threads);
 
 void barrier_init(unsigned barrier, unsigned arrivals);
 void barrier_arrive(unsigned barrier);
+void barrier_arrive(unsigned rank, unsigned barrier);
 // Eight bytes to a block of the cluster, counted towards a barrier that it has.
 void send(unsigned rank, unsigned address, float first, float second, unsigned barrier);
 void barrier_wait(unsigned barrier, unsigned parity);
@@ -93,7 +94,9 @@ struct Coordinates {
 void check_box(const TensorMap& map, const Coordinates& first);
 
 // Asynchronous copies of boxes, zeros outside of the tensor; lazy in the same way.
-void start_box(unsigned shared, const TensorMap& map, unsigned barrier, const Coordinates& first);
+// With several ranks, to as many blocks of the cluster.
+void start_box(unsigned shared, const TensorMap& map, unsigned barrier, const Coordinates& first,
+               unsigned ranks = 0);
 
 // Asynchronous products, lazy in the same way: run(product) does the lane's part.
 struct Product {

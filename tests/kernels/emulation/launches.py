@@ -47,10 +47,13 @@ def generic_plan(problem: Problem) -> Plan:
         return tiles.plan(problem.request, generic.Variant(*problem.request.build))
 
 
-def prefill_plan(problem: Problem, most_blocks: int = tiles.MAX_GRID, *, tma: bool = False) -> Plan:
-    """tma: queries and packed keys come by TMA, if they can."""
+def prefill_plan(
+    problem: Problem, most_blocks: int = tiles.MAX_GRID, *, tma: bool = False, ranks: int = 1
+) -> Plan:
+    """tma: queries and packed keys come by TMA, if they can. ranks: blocks of a cluster."""
     with mock.patch.object(tensor_map, "are_on", return_value=tma):
-        build, maps = prefill.build_of(problem.request)
+        build, maps = prefill.build_of(problem.request, ranks)
+    assert build.ranks == ranks
     with _gpu():
         own_numbers = prefill.own_numbers(problem.request)
         return tiles.plan(problem.request, build, most_blocks, own_numbers, maps)
@@ -88,6 +91,8 @@ def _gpu(sms: int = 1) -> Iterator[None]:
             patches.enter_context(mock.patch.object(module, "kernel_of", lambda build, _: build))
         for module in (prefill, decode, stream):
             patches.enter_context(mock.patch.object(module, "sms", return_value=sms))
+        room = mock.patch.object(prefill, "clusters_at_once", lambda build, _: sms // build.ranks)
+        patches.enter_context(room)
         yield
 
 
