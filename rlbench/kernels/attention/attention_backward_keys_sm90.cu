@@ -268,7 +268,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           scores[j][e] = weight_of(scores[j][e], scale_log2, stats[8 * j + e % 2].scaled);
         }
       }
-      if (n > 0) named_barrier(kTaken, kConsumerThreads);
+      // The last one has been taken: later ones before a stage could be free for these scores.
+      if (n > 0 && n < kStages) named_barrier(kTaken, kConsumerThreads);
 #pragma unroll
       for (int j = 0; j < kRowTiles; ++j) {
         exchange[j * 128] = make_float4(scores[j][0], scores[j][1], scores[j][2], scores[j][3]);
@@ -285,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         scores[j][2] = score_gradient(weight.z, scores[j][2], stats[8 * j].delta);
         scores[j][3] = score_gradient(weight.w, scores[j][3], stats[8 * j + 1].delta);
       }
-      if (n + 1 < blocks) named_barrier_arrive(kTaken, kConsumerThreads);
+      if (n + 1 < kStages && n + 1 < blocks) named_barrier_arrive(kTaken, kConsumerThreads);
     }
     if (n > 0) {
       wgmma_wait<0>();
