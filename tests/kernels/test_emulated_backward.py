@@ -227,14 +227,9 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
         ("queries", "mbarrier_sleep(empty(stage), n / kStages % 2 ^ 1);", "", LAZY),
         ("queries", "if (static_cast<int>(n) >= whole) {", "if (false) {", EAGER),
         ("queries", "static_cast<int>(total_k_arg) - end;", "0;", EAGER),
-        ("queries", "        named_barrier(kBack, kConsumerThreads);", "", EAGER),
-        ("queries", "      named_barrier(kGiven, kConsumerThreads);", "", LAZY),
-        (
-            "queries",
-            "        release(n - 1);\n      }\n      if (goes_on)",
-            "}\nif (goes_on)",
-            LAZY,
-        ),
+        ("queries", "      named_barrier(kBack, kConsumerThreads);", "", EAGER),
+        ("queries", "    named_barrier(kGiven, kConsumerThreads);", "", LAZY),
+        ("queries", "    release(n);\n    if (!is_last)", "    if (!is_last)", LAZY),
         (
             "keys",
             "&& n + 1 < blocks) named_barrier_arrive(kTaken,",

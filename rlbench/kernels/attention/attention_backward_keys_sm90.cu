@@ -242,13 +242,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       load_matrices(left[d], own_keys + KeyTile::offset(row, 2 * d + lane / 16));
     }
   }
-  if (blocks > 0) {
-    start_scores(0);
-    wgmma_wait<0>();
-    keep_order(scores);
-  }
-#pragma unroll 1
-  for (unsigned n = 0; n < blocks; ++n) {
+  // The compiler has to know what is done unconditionally: it would have every product waited for otherwise.
+  const auto turn = [&](unsigned n, bool is_last) {
     const RowStat* const stats = stats_of(n % kStages) + lane % 4 * 2;
     if (has_values) {
       // Rows ascend, so the first one sees the fewest keys. Absent ones have no weights anyway.
@@ -288,12 +283,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
       if (n + 1 < kStages && n + 1 < blocks) named_barrier_arrive(kTaken, kConsumerThreads);
     }
-    if (n > 0) {
-      wgmma_wait<0>();
-      keep_order(acc);
-      keep_order(weights);
-      release(n - 1);
-    }
+    wgmma_wait<0>();
+    keep_order(acc);
+    keep_order(weights);
+    if (n > 0) release(n - 1);
 #pragma unroll
     for (int step = 0; step < kRows / 16; ++step) {
 #pragma unroll
@@ -303,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         weights[step][2 * half + 1] = Element::pack(from[2], from[3]);
       }
     }
-    if (n + 1 < blocks) start_scores(n + 1);
+    if (!is_last) start_scores(n + 1);
     const Matrix b(rows_at(n % kStages, has_values), kPanelBytes);
     keep_order(acc);
     keep_order(weights);
@@ -314,10 +307,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                         n > 0 || step > 0);
     }
     wgmma_commit();
-    if (n + 1 < blocks) {
+    if (!is_last) {
       wgmma_wait<1>();
       keep_order(scores);
     }
+  };
+  keep_order(acc);  // zeros are written before anything is started
+  if (blocks > 0) {
+    start_scores(0);
+    wgmma_wait<0>();
+    keep_order(scores);
+#pragma unroll 1
+    for (unsigned n = 0; n + 1 < blocks; ++n) turn(n, false);
+    turn(blocks - 1, true);
   }
   wgmma_wait<0>();
   keep_order(acc);

@@ -169,7 +169,6 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
   // --- a consumer --------------------------------------------------------------------------------
   take_registers<kConsumerRegisters>();
   const bool has_weights = warp < 8;  // P, else dS
-  const bool has_columns = kSharers == 2 || !has_weights;
   const unsigned thread = threadIdx.x % 128;
   const int warp_row = warp % 4 * kWarpRows;
   const float scale_log2 = __shfl_sync(kFullWarp, static_cast<float>(scale_log2_arg), 0);
@@ -240,15 +239,17 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     }
     wgmma_commit();
   };
-  // After the products of the block.
+  // When the columns of all blocks before this one are done: the last one's stage is free.
   const auto release = [&](unsigned n) {
     keep_order(acc);
     keep_order(gradients);
+    if (n == 0) return;
+    const unsigned stage = (n - 1) % kStages;
     __syncwarp();
     if constexpr (kRanks == 1) {
-      if (lane == 0) mbarrier_arrive(empty(n % kStages));
+      if (lane == 0) mbarrier_arrive(empty(stage));
     } else if (lane < kRanks) {
-      mbarrier_arrive_remote(shared_of(empty(n % kStages), static_cast<unsigned>(lane)));
+      mbarrier_arrive_remote(shared_of(empty(stage), static_cast<unsigned>(lane)));
     }
   };
 
@@ -258,95 +259,100 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
   for (int d = 0; d < kHeadDim / 16; ++d) {
     load_matrices(left[d], own_rows + RowTile::offset(warp_row + lane % 16, 2 * d + lane / 16));
   }
-  if (blocks > 0) {
-    start_scores(0);
-    wgmma_wait<0>();
-    keep_order(scores);
-  }
-#pragma unroll 1
-  for (unsigned n = 0; n < blocks; ++n) {
-    const bool goes_on = n + 1 < blocks;
-    if (has_weights) {
-      if (static_cast<int>(n) >= whole) {
-        const int column = static_cast<int>(n) * kKeys + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            if (column + 8 * j + e % 2 >= limits[e / 2]) scores[j][e] = -kInfinity;
-          }
-        }
-      }
+  // The compiler has to know what is done unconditionally: it would have every product waited for otherwise.
+  const auto give_weights = [&](unsigned n, bool is_last) {
+    if (static_cast<int>(n) >= whole) {
+      const int column = static_cast<int>(n) * kKeys + lane % 4 * 2;
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          scores[j][e] = weight_of(scores[j][e], scale_log2, stat[e / 2]);
+          if (column + 8 * j + e % 2 >= limits[e / 2]) scores[j][e] = -kInfinity;
         }
       }
-      if (!has_columns && n > 0) named_barrier(kBack, kConsumerThreads);
+    }
 #pragma unroll
-      for (int j = 0; j < kKeyTiles; ++j) {
-        given[j * 128] = make_float4(scores[j][0], scores[j][1], scores[j][2], scores[j][3]);
-      }
-      named_barrier_arrive(kGiven, kConsumerThreads);
-      if (n > 0) {
-        wgmma_wait<0>();
-        release(n - 1);
-      }
-      if (goes_on) start_scores(n + 1);
-      if (has_columns) {
-        named_barrier(kBack, kConsumerThreads);
+    for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
-        for (int step = 0; step < kKeys / 16; ++step) {
-          const uint4 its = back[step * 128];
-          gradients[step][0] = its.x;
-          gradients[step][1] = its.y;
-          gradients[step][2] = its.z;
-          gradients[step][3] = its.w;
-        }
-        start_columns(n);
-        if (goes_on) wgmma_wait<1>();
-      } else {
-        wgmma_wait<0>();
+      for (int e = 0; e < 4; ++e) {
+        scores[j][e] = weight_of(scores[j][e], scale_log2, stat[e / 2]);
       }
-    } else {
-      named_barrier(kGiven, kConsumerThreads);
+    }
+    if (kSharers == 1 && n > 0) named_barrier(kBack, kConsumerThreads);
 #pragma unroll
-      for (int j = 0; j < kKeyTiles; ++j) {
-        const float4 weight = given[j * 128];
-        scores[j][0] = score_gradient(weight.x, scores[j][0], stat[0]);
-        scores[j][1] = score_gradient(weight.y, scores[j][1], stat[0]);
-        scores[j][2] = score_gradient(weight.z, scores[j][2], stat[1]);
-        scores[j][3] = score_gradient(weight.w, scores[j][3], stat[1]);
-      }
-      if (kSharers == 1 && goes_on) named_barrier_arrive(kBack, kConsumerThreads);
-      if (n > 0) {
-        wgmma_wait<0>();
-        release(n - 1);
-      }
+    for (int j = 0; j < kKeyTiles; ++j) {
+      given[j * 128] = make_float4(scores[j][0], scores[j][1], scores[j][2], scores[j][3]);
+    }
+    named_barrier_arrive(kGiven, kConsumerThreads);
+    wgmma_wait<0>();
+    release(n);
+    if (!is_last) start_scores(n + 1);
+    if constexpr (kSharers == 2) {
+      named_barrier(kBack, kConsumerThreads);
 #pragma unroll
       for (int step = 0; step < kKeys / 16; ++step) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float(&from)[4] = scores[2 * step + half];
-          gradients[step][2 * half] = Element::pack(from[0], from[1]);
-          gradients[step][2 * half + 1] = Element::pack(from[2], from[3]);
-        }
+        const uint4 its = back[step * 128];
+        gradients[step][0] = its.x;
+        gradients[step][1] = its.y;
+        gradients[step][2] = its.z;
+        gradients[step][3] = its.w;
       }
-      if constexpr (kSharers == 2) {
-#pragma unroll
-        for (int step = 0; step < kKeys / 16; ++step) {
-          back[step * 128] = make_uint4(gradients[step][0], gradients[step][1], gradients[step][2],
-                                        gradients[step][3]);
-        }
-        named_barrier_arrive(kBack, kConsumerThreads);
-      }
-      if (goes_on) start_scores(n + 1);
       start_columns(n);
-      if (goes_on) wgmma_wait<1>();
+      if (!is_last) wgmma_wait<1>();
+    } else {
+      wgmma_wait<0>();
     }
     keep_order(scores);
+  };
+  const auto give_gradients = [&](unsigned n, bool is_last) {
+    named_barrier(kGiven, kConsumerThreads);
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j) {
+      const float4 weight = given[j * 128];
+      scores[j][0] = score_gradient(weight.x, scores[j][0], stat[0]);
+      scores[j][1] = score_gradient(weight.y, scores[j][1], stat[0]);
+      scores[j][2] = score_gradient(weight.z, scores[j][2], stat[1]);
+      scores[j][3] = score_gradient(weight.w, scores[j][3], stat[1]);
+    }
+    if (kSharers == 1 && !is_last) named_barrier_arrive(kBack, kConsumerThreads);
+    wgmma_wait<0>();
+    release(n);
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float(&from)[4] = scores[2 * step + half];
+        gradients[step][2 * half] = Element::pack(from[0], from[1]);
+        gradients[step][2 * half + 1] = Element::pack(from[2], from[3]);
+      }
+    }
+    if constexpr (kSharers == 2) {
+#pragma unroll
+      for (int step = 0; step < kKeys / 16; ++step) {
+        back[step * 128] = make_uint4(gradients[step][0], gradients[step][1], gradients[step][2],
+                                      gradients[step][3]);
+      }
+      named_barrier_arrive(kBack, kConsumerThreads);
+    }
+    if (!is_last) start_scores(n + 1);
+    start_columns(n);
+    if (!is_last) wgmma_wait<1>();
+    keep_order(scores);
+  };
+  keep_order(acc);  // zeros are written before anything is started
+  if (blocks > 0) {
+    start_scores(0);
+    wgmma_wait<0>();
+    keep_order(scores);
+    if (has_weights) {
+#pragma unroll 1
+      for (unsigned n = 0; n + 1 < blocks; ++n) give_weights(n, false);
+      give_weights(blocks - 1, true);
+    } else {
+#pragma unroll 1
+      for (unsigned n = 0; n + 1 < blocks; ++n) give_gradients(n, false);
+      give_gradients(blocks - 1, true);
+    }
   }
   wgmma_wait<0>();
   keep_order(acc);
@@ -356,7 +362,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     cluster_end();
     cluster_wait_for_others();
   }
-  if (!has_columns) return;
+  if (kSharers == 1 && has_weights) return;
 
   const float scale = static_cast<float>(scale_arg);
   const int first_column = has_weights ? 0 : (kSharers - 1) * kOwnPanels * 64;
