@@ -46,8 +46,7 @@ __device__ __forceinline__ void cluster_end() {
 
 // Arrives at a barrier of another block (shared_of its address).
 __device__ __forceinline__ void mbarrier_arrive_remote(unsigned remote) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote)
-               : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
 }
 
 // Waits until all threads of the cluster that have not ended have begun, or are done: before the former,
