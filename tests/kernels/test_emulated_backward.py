@@ -223,13 +223,20 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("file", "old", "new", "schedule"),
     [
-        ("queries", "mbarrier_sleep(full_rows, 0);", "", Schedule(seed=3)),
-        ("queries", "mbarrier_sleep(empty(stage), n / kStages % 2 ^ 1);", "", LAZY),
+        ("queries_wide", "mbarrier_sleep(full_rows, 0);", "", Schedule(seed=3)),
+        ("queries_wide", "mbarrier_sleep(empty(stage), n / kStages % 2 ^ 1);", "", LAZY),
+        ("queries_wide", "if (static_cast<int>(n) >= whole) {", "if (false) {", EAGER),
+        ("queries_wide", "static_cast<int>(total_k_arg) - end;", "0;", EAGER),
+        ("queries_wide", "    named_barrier(kBack, kConsumerThreads);", "", SHUFFLED),
+        ("queries_wide", "    named_barrier(kGiven, kConsumerThreads);", "", LAZY),
+        ("queries_wide", "    release(n);\n    if (!is_last)", "    if (!is_last)", LAZY),
+        ("queries", "mbarrier_sleep(full_rows, 0);", "", Schedule(seed=18)),
+        ("queries", "mbarrier_sleep(empty(stage), parity);", "", LAZY),
+        ("queries", "    mbarrier_sleep(full(stage), parity);", "", LAZY),
         ("queries", "if (static_cast<int>(n) >= whole) {", "if (false) {", EAGER),
         ("queries", "static_cast<int>(total_k_arg) - end;", "0;", EAGER),
-        ("queries", "      named_barrier(kBack, kConsumerThreads);", "", EAGER),
-        ("queries", "    named_barrier(kGiven, kConsumerThreads);", "", LAZY),
-        ("queries", "    release(n);\n    if (!is_last)", "    if (!is_last)", LAZY),
+        ("queries", "if (lane == 0) mbarrier_arrive(empty(before));", "", EAGER),
+        ("queries", "    if (!is_last) wgmma_wait<1>();", "", LAZY),
         (
             "keys",
             "&& n + 1 < blocks) named_barrier_arrive(kTaken,",
@@ -247,7 +254,9 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 def test_what_is_wrong_on_hopper_is_noticed(
     file: str, old: str, new: str, schedule: Schedule
 ) -> None:
-    problem = problem_of(SMALL._replace(lengths=((40, 70), (150, 300))))
+    head_dim = 256 if file == "queries_wide" else SMALL.head_dim
+    case = SMALL._replace(lengths=((40, 70), (150, 300)), head_dim=head_dim)
+    problem = problem_of(case)
     want = run(problem)
     edit = Edit(f"attention_backward_{file}_sm90.cu", old, new)
     with pytest.raises(AssertionError, match=r"that differ|deadlock:|fault:"):

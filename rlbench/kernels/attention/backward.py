@@ -159,24 +159,35 @@ class HopperKeys(Family):
 
 @dataclass(frozen=True)
 class HopperQueries(Family):
-    """A build of `attention_backward_queries_sm90.cu`, which has the bits of `Queries`."""
+    """A build of `attention_backward_queries_sm90.cu`, which has the bits of `Queries`, for head dims 64
+    and 128."""
 
     name: ClassVar[str] = "backward_queries_hopper"
     source: ClassVar[str] = "attention/attention_backward_queries_sm90"
     threads: ClassVar[int] = 384
-    tile: ClassVar[int] = 64
+    tile: ClassVar[int] = 128
     keys: ClassVar[int] = 64
     """Keys at a time."""
+    ranks: ClassVar[int] = 1
 
     @property
-    def ranks(self) -> int:
-        """Thread blocks of a cluster, which share K and V."""
-        return 2 if self.head_dim > 64 else 1
+    def shared_bytes(self) -> int:
+        """Q and dO, three stages of K and V, barriers, and room to align it all to 1024."""
+        tiles = 2 * self.tile + 3 * 2 * self.keys
+        return tiles * self.head_dim * 2 + 7 * 8 + 1024
 
-    @property
-    def defines(self) -> dict[str, str | int]:
-        """The macros that the source takes."""
-        return {**super().defines, "RANKS": self.ranks}
+
+@dataclass(frozen=True)
+class WideHopperQueries(Family):
+    """The same of `attention_backward_queries_wide_sm90.cu`, for head dim 256."""
+
+    name: ClassVar[str] = "backward_queries_hopper"
+    source: ClassVar[str] = "attention/attention_backward_queries_wide_sm90"
+    threads: ClassVar[int] = 384
+    tile: ClassVar[int] = 64
+    keys: ClassVar[int] = 64
+    ranks: ClassVar[int] = 2
+    """Thread blocks of a cluster, which share K and V."""
 
     @property
     def shared_bytes(self) -> int:
@@ -186,11 +197,23 @@ class HopperQueries(Family):
         said = 128 * self.keys * 2 + 128 * self.keys
         return tiles * self.head_dim * 2 + said + 5 * 8 + 1024
 
+    @property
+    def defines(self) -> dict[str, str | int]:
+        """The macros that the source takes."""
+        return {**super().defines, "RANKS": self.ranks}
 
-def hopper_variants() -> Iterator[HopperKeys | HopperQueries]:
+
+def _hopper_queries(head_dim: int) -> type[HopperQueries | WideHopperQueries]:
+    """What finds dq on Hopper."""
+    return WideHopperQueries if head_dim > 128 else HopperQueries
+
+
+def hopper_variants() -> Iterator[HopperKeys | HopperQueries | WideHopperQueries]:
     """Every build that a call can ask for; for sm_90a alone."""
-    yield from (variant for variant in every(HopperQueries) if not variant.paged)
-    yield from (variant for variant in every(HopperKeys) if not variant.paged)
+    for keys in every(HopperKeys):
+        if not keys.paged:
+            yield keys
+            yield _hopper_queries(keys.head_dim)(keys.head_dim, keys.element, keys.paged)
 
 
 def variants() -> Iterator[Queries]:
@@ -223,7 +246,7 @@ def plan(request: Backward) -> Plan:
         )
 
     def launch(
-        build: Queries | HopperQueries | HopperKeys,
+        build: Queries | HopperQueries | WideHopperQueries | HopperKeys,
         grid: int,
         own: tuple[int, ...],
         maps: tuple[TensorMap, ...],
@@ -247,9 +270,9 @@ def plan(request: Backward) -> Plan:
 
 def _queries_of(
     request: Backward,
-) -> tuple[Queries | HopperQueries, tuple[TensorMap, ...]]:
+) -> tuple[Queries | HopperQueries | WideHopperQueries, tuple[TensorMap, ...]]:
     """What finds dq, and the maps that it takes after everything else."""
-    hopper = HopperQueries(*request.build)
+    hopper = _hopper_queries(request.q.shape[2])(*request.build)
     maps = tensor_map.usable(
         tensor_map.of_keys(tensor_map.K, request.k, hopper.ranks, hopper.keys),
         tensor_map.of_keys(tensor_map.V, request.v, hopper.ranks, hopper.keys),
