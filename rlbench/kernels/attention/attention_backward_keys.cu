@@ -68,19 +68,6 @@ __device__ __forceinline__ void multiply(float (&product)[kRowTiles][4], unsigne
   }
 }
 
-// Of sequence b, tile t is the (cu_seqlens_k[b] / kTileKeys + b + t)-th, which leaves some numbers
-// without a tile, but depends on no length that the host would have to know.
-__device__ __forceinline__ unsigned sequence_of(unsigned number, const int* cu_seqlens_k,
-                                                unsigned sequences) {
-  unsigned low = 0, high = sequences;  // low's first tile is not behind `number`, high's is
-  while (high - low > 1) {
-    const unsigned middle = (low + high) / 2;
-    const unsigned first = static_cast<unsigned>(cu_seqlens_k[middle]) / kTileKeys + middle;
-    (first <= number ? low : high) = middle;
-  }
-  return low;
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BACKWARD_PARAMETERS) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const unsigned q_tile = shared_address(shared_memory);
@@ -94,16 +81,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
   const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
   const unsigned group = static_cast<unsigned>(group_arg);
   const unsigned kv_head = blockIdx.x % kv_heads;
-  const unsigned number = blockIdx.x / kv_heads;
-  const unsigned sequence =
-      sequence_of(number, cu_seqlens_k, static_cast<unsigned>(sequences_arg));
-  const int k_begin = cu_seqlens_k[sequence];
-  const int k_length = cu_seqlens_k[sequence + 1] - k_begin;
+  const KeyTileOf<kTileKeys> tile(blockIdx.x / kv_heads, cu_seqlens_k,
+                                  static_cast<unsigned>(sequences_arg));
+  if (!tile.exists) return;
+  const unsigned sequence = tile.sequence;
+  const int k_begin = tile.begin, k_length = tile.length, first_key = tile.first_key;
   const int q_length = cu_seqlens_q[sequence + 1] - cu_seqlens_q[sequence];
-  const unsigned first_number = static_cast<unsigned>(k_begin) / kTileKeys + sequence;
-  if (number < first_number) return;  // keys before the first sequence
-  const int first_key = static_cast<int>(number - first_number) * kTileKeys;
-  if (first_key >= k_length) return;
 
   const Strides k_strides = {0, k_row_stride, k_head_stride};
   const Strides v_strides = {0, v_row_stride, v_head_stride};

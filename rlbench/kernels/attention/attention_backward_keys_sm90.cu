@@ -78,19 +78,6 @@ struct KeyTile {
 using Keys = KeyRows<kHeadDim, kTileKeys, 4, false, KeyTile>;
 using Rows = TileRows<kRows, false>;
 
-// Of sequence b, tile t is the (cu_seqlens_k[b] / kTileKeys + b + t)-th, which leaves some numbers
-// without a tile, but depends on no length that the host would have to know.
-__device__ __forceinline__ unsigned sequence_of(unsigned number, const int* cu_seqlens_k,
-                                                unsigned sequences) {
-  unsigned low = 0, high = sequences;  // low's first tile is not behind `number`, high's is
-  while (high - low > 1) {
-    const unsigned middle = (low + high) / 2;
-    const unsigned first = static_cast<unsigned>(cu_seqlens_k[middle]) / kTileKeys + middle;
-    (first <= number ? low : high) = middle;
-  }
-  return low;
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_BACKWARD_PARAMETERS, long long total_q_arg,
                 const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap dout_map) {
@@ -111,17 +98,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
   const unsigned group = static_cast<unsigned>(group_arg);
   const unsigned kv_head = blockIdx.x % kv_heads;
-  const unsigned number = blockIdx.x / kv_heads;
-  const unsigned sequence =
-      sequence_of(number, cu_seqlens_k, static_cast<unsigned>(sequences_arg));
-  const int k_begin = cu_seqlens_k[sequence];
-  const int k_length = cu_seqlens_k[sequence + 1] - k_begin;
+  const KeyTileOf<kTileKeys> tile(blockIdx.x / kv_heads, cu_seqlens_k,
+                                  static_cast<unsigned>(sequences_arg));
+  if (!tile.exists) return;
+  const unsigned sequence = tile.sequence;
+  const int k_begin = tile.begin, k_length = tile.length, first_key = tile.first_key;
   const int q_begin = cu_seqlens_q[sequence];
   const int q_length = cu_seqlens_q[sequence + 1] - q_begin;
-  const unsigned first_number = static_cast<unsigned>(k_begin) / kTileKeys + sequence;
-  if (number < first_number) return;  // keys before the first sequence
-  const int first_key = static_cast<int>(number - first_number) * kTileKeys;
-  if (first_key >= k_length) return;
 
   // The first position that sees the tile's first key, and the blocks of rows from there on.
   const int before = first_key - (k_length - q_length);

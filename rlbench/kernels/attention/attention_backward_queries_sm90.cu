@@ -145,19 +145,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     limits[r] = rows.limit(row);
     scaled[r] = present ? scaled_lse(lse[at]) : kInfinity;
     const unsigned short* its_out =
-        out + (present ? rows.offset(row, out_row_stride, out_head_stride) : 0) + lane % 4 * 2;
+        out + (present ? rows.offset(row, out_row_stride, out_head_stride) : 0);
     const unsigned short* its_dout =
-        dout + (present ? rows.offset(row, dout_row_stride, dout_head_stride) : 0) + lane % 4 * 2;
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int t = 0; t < kDimTiles; ++t) {
-      const unsigned o = present ? *reinterpret_cast<const unsigned*>(its_out + 8 * t) : 0;
-      const unsigned d = present ? *reinterpret_cast<const unsigned*>(its_dout + 8 * t) : 0;
-      sum = __fmaf_rn(Element::value(d & 0xffff), Element::value(o & 0xffff), sum);
-      sum = __fmaf_rn(Element::value(d >> 16), Element::value(o >> 16), sum);
-    }
-    const float pair = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, 1));
-    own_delta[r] = __fadd_rn(pair, __shfl_xor_sync(kFullWarp, pair, 2));
+        dout + (present ? rows.offset(row, dout_row_stride, dout_head_stride) : 0);
+    own_delta[r] = delta_of<kHeadDim, Element>(its_out, its_dout, present, lane);
     if (present && lane % 4 == 0) delta[at] = own_delta[r];
   }
   const int whole = rows.limit(warp_row) / kKeys;  // blocks that all the warp's rows see

@@ -43,6 +43,56 @@ __device__ __forceinline__ float score_gradient(float weight, float weight_gradi
   return __fmul_rn(weight, __fsub_rn(weight_gradient, delta));
 }
 
+// delta of a row, in each of the four lanes that have it: of the columns 8 t + 2 c and the next one for the
+// lane's c. Zero where there is no row.
+template <int kHeadDim, class Element>
+__device__ __forceinline__ float delta_of(const unsigned short* out, const unsigned short* dout,
+                                          bool present, int lane) {
+  out += lane % 4 * 2;
+  dout += lane % 4 * 2;
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int t = 0; t < kHeadDim / 8; ++t) {
+    const unsigned o = present ? *reinterpret_cast<const unsigned*>(out + 8 * t) : 0;
+    const unsigned d = present ? *reinterpret_cast<const unsigned*>(dout + 8 * t) : 0;
+    sum = __fmaf_rn(Element::value(d & 0xffff), Element::value(o & 0xffff), sum);
+    sum = __fmaf_rn(Element::value(d >> 16), Element::value(o >> 16), sum);
+  }
+  const float pair = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, 1));
+  return __fadd_rn(pair, __shfl_xor_sync(kFullWarp, pair, 2));
+}
+
+// A thread block's tile of keys: tile t of sequence b is the (cu_seqlens_k[b] / kTileKeys + b + t)-th, which
+// leaves some numbers without a tile, but depends on no length that the host would have to know.
+template <int kTileKeys>
+struct KeyTileOf {
+  unsigned sequence;
+  int begin, length;  // of its keys
+  int first_key;      // of the tile, in the sequence
+  bool exists;
+
+  __device__ __forceinline__ KeyTileOf(unsigned number, const int* cu_seqlens_k,
+                                       unsigned sequences) {
+    unsigned low = 0, high = sequences;  // low's first tile is not behind `number`, high's is
+    while (high - low > 1) {
+      const unsigned middle = (low + high) / 2;
+      (first_number(middle, cu_seqlens_k) <= number ? low : high) = middle;
+    }
+    sequence = low;
+    begin = cu_seqlens_k[low];
+    length = cu_seqlens_k[low + 1] - begin;
+    const unsigned first = first_number(low, cu_seqlens_k);
+    first_key = static_cast<int>(number - first) * kTileKeys;
+    exists = number >= first && first_key < length;  // keys may come before the first sequence
+  }
+
+ private:
+  static __device__ __forceinline__ unsigned first_number(unsigned sequence,
+                                                          const int* cu_seqlens_k) {
+    return static_cast<unsigned>(cu_seqlens_k[sequence]) / kTileKeys + sequence;
+  }
+};
+
 // The end of every sum. Adding +0 makes -0, which blocks without a seen key could turn into +0, +0.
 __device__ __forceinline__ float finished(float sum, float scale) {
   return __fmaf_rn(sum, scale, 0.0f);
