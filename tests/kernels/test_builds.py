@@ -28,6 +28,7 @@ NEEDS: dict[type[Build], tuple[str, ...]] = {
     backward.HopperQueries: ("sm_90a",),
     backward.WideHopperQueries: ("sm_90a",),
     backward.HopperKeys: ("sm_90a",),
+    backward.WideHopperKeys: ("sm_90a",),
 }
 BUILDS = [
     (arch, build)

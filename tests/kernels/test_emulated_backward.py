@@ -224,12 +224,13 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     ("file", "old", "new", "schedule"),
     [
         ("queries_wide", "mbarrier_sleep(full_rows, 0);", "", Schedule(seed=3)),
-        ("queries_wide", "mbarrier_sleep(empty(stage), n / kStages % 2 ^ 1);", "", LAZY),
+        ("queries_wide", "mbarrier_sleep(empty(stage), (round ^ ", "(void)((round ^ ", LAZY),
+        ("queries_wide", "  release(kStages - 1);\n", "", EAGER),
         ("queries_wide", "if (static_cast<int>(n) >= whole) {", "if (false) {", EAGER),
         ("queries_wide", "static_cast<int>(total_k_arg) - end;", "0;", EAGER),
         ("queries_wide", "    named_barrier(kBack, kConsumerThreads);", "", SHUFFLED),
         ("queries_wide", "    named_barrier(kGiven, kConsumerThreads);", "", LAZY),
-        ("queries_wide", "    release(n);\n    if (!is_last)", "    if (!is_last)", LAZY),
+        ("queries_wide", "    if (n > 0) release(stage);", "", LAZY),
         ("queries", "mbarrier_sleep(full_rows, 0);", "", Schedule(seed=18)),
         ("queries", "mbarrier_sleep(empty(stage), parity);", "", LAZY),
         ("queries", "    mbarrier_sleep(full(stage), parity);", "", LAZY),
@@ -237,24 +238,32 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
         ("queries", "static_cast<int>(total_k_arg) - end;", "0;", EAGER),
         ("queries", "if (lane == 0) mbarrier_arrive(empty(before));", "", EAGER),
         ("queries", "    if (!is_last) wgmma_wait<1>();", "", LAZY),
+        ("keys", "mbarrier_sleep(full_keys, 0);", "", Schedule(seed=4)),
+        ("keys", "    mbarrier_sleep(full(stage), parity);", "", EAGER),
+        ("keys", "          mbarrier_sleep(empty(stage), parity);", "", LAZY),
+        ("keys", "static_cast<int>(total_q_arg) - seeing.q_length", "0", EAGER),
+        ("keys", "first_key + again(warp) / 4 * 64)", "first_key)", EAGER),
+        ("keys", "mbarrier_init(full(stage), 1 + 32);", "mbarrier_init(full(stage), 32);", LAZY),
         (
             "keys",
-            "&& n + 1 < blocks) named_barrier_arrive(kTaken,",
-            "&& n > 9) named_barrier_arrive(kTaken,",
+            "rows_at(its_stage) + kRowTile, n > 0);\n    differentiate",
+            "rows_at(its_stage), n > 0);\n    differentiate",
             EAGER,
         ),
-        ("keys", "mbarrier_sleep(full_keys, 0);", "", Schedule(seed=1)),
-        ("keys", "mbarrier_sleep(full(stage), n / kStages % 2);", "", EAGER),
-        ("keys", "static_cast<int>(total_q_arg) - q_length;", "0;", EAGER),
-        ("keys", "[0].limit < first_key + kTileKeys) {", "[0].limit < first_key) {", EAGER),
-        ("keys", "mbarrier_init(full(stage), 1 + 32);", "mbarrier_init(full(stage), 32);", LAZY),
-        ("keys", "b(rows_at(n % kStages, has_values)", "b(rows_at(n % kStages, true)", EAGER),
+        ("keys_wide", "      named_barrier(kGiven, kConsumerThreads);\n", "", SHUFFLED),
+        ("keys_wide", "mbarrier_sleep(full_keys, 0);", "", Schedule(seed=8)),
+        ("keys_wide", "mbarrier_sleep(full(stage), n / kStages % 2);", "", EAGER),
+        ("keys_wide", "static_cast<int>(total_q_arg) - seeing.q_length", "0", EAGER),
+        ("keys_wide", "    release(n);\n", "", LAZY),
+        ("keys_wide", "kRanks * kConsumerThreads / 32);", "kConsumerThreads / 32);", LAZY),
+        ("keys_wide", "[0] < first_key + kTileKeys)", "[0] < first_key)", EAGER),
+        ("keys_wide", "b(rows_at(n % kStages, has_values)", "b(rows_at(n % kStages, true)", EAGER),
     ],
 )
 def test_what_is_wrong_on_hopper_is_noticed(
     file: str, old: str, new: str, schedule: Schedule
 ) -> None:
-    head_dim = 256 if file == "queries_wide" else SMALL.head_dim
+    head_dim = 256 if file.endswith("wide") else SMALL.head_dim
     case = SMALL._replace(lengths=((40, 70), (150, 300)), head_dim=head_dim)
     problem = problem_of(case)
     want = run(problem)
@@ -277,8 +286,8 @@ def test_what_is_wrong_on_hopper_is_noticed(
         ("queries", "    rows.hide(scores, first_key, warp_row, lane);", "", EAGER),
         ("keys", "    __syncthreads();  // everybody is done with the last ones", "", SHUFFLED),
         ("keys", "    copy_async_wait_all();\n    __syncthreads();", "    __syncthreads();", LAZY),
-        ("keys", "* group / kRows);", "* group / kRows + 1);", EAGER),
-        ("keys", "first_key + part + lane / 4 + e / 2 * 8 < stat.limit", "true", EAGER),
+        ("keys", "stats.hide(weights, key, lane);", "", EAGER),
+        ("keys", "seeing.first_block + n,", "seeing.first_block + n + 1,", EAGER),
         ("keys", "has_values ? dout_tile : q_tile", "q_tile", EAGER),
     ],
 )

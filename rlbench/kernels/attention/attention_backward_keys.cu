@@ -33,12 +33,7 @@ constexpr int kRowTiles = kRows / 8;
 constexpr int kDimTiles = kHeadDim / 8;
 constexpr int kStats = 2 * (kTileKeys + kRows) * kRowBytes;  // where they are in shared memory
 
-struct RowStat {
-  float scaled, delta;
-  int limit;
-  int unused;
-};
-static_assert(SHARED_BYTES == kStats + kRows * static_cast<int>(sizeof(RowStat)), "SHARED_BYTES");
+static_assert(SHARED_BYTES == kStats + static_cast<int>(sizeof(RowStats<kRows>)), "SHARED_BYTES");
 
 struct Tile {
   static constexpr int kRowBytes = kHeadDim * 2;
@@ -74,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
   const unsigned dout_tile = q_tile + kRows * kRowBytes;
   const unsigned k_tile = dout_tile + kRows * kRowBytes;
   const unsigned v_tile = k_tile + kTileKeys * kRowBytes;
-  RowStat* const stats = reinterpret_cast<RowStat*>(shared_memory + kStats);
+  RowStats<kRows>& stats = *reinterpret_cast<RowStats<kRows>*>(shared_memory + kStats);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
 
@@ -84,9 +79,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
   const KeyTileOf<kTileKeys> tile(blockIdx.x / kv_heads, cu_seqlens_k,
                                   static_cast<unsigned>(sequences_arg));
   if (!tile.exists) return;
-  const unsigned sequence = tile.sequence;
   const int k_begin = tile.begin, k_length = tile.length, first_key = tile.first_key;
-  const int q_length = cu_seqlens_q[sequence + 1] - cu_seqlens_q[sequence];
+  const SeeingRows<kRows> seeing(tile, cu_seqlens_q, group, causal_arg != 0);
 
   const Strides k_strides = {0, k_row_stride, k_head_stride};
   const Strides v_strides = {0, v_row_stride, v_head_stride};
@@ -100,90 +94,57 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
 
   const int part = warp % kParts * 16;  // this warp's first key in the tile
   const bool has_values = warp < kParts;
+  const int key = first_key + part + lane / 4;  // this lane's, and eight on
   const float scale_log2 = static_cast<float>(scale_log2_arg);
   float acc[kDimTiles][4] = {};
 
-  // The first position that sees the tile's first key.
-  const int before = first_key - (k_length - q_length);
-  const int first_position = causal_arg != 0 && before > 0 ? before : 0;
-  const long long all_rows = static_cast<long long>(q_length) * group;
-  const unsigned blocks = static_cast<unsigned>((all_rows + kRows - 1) / kRows);
-  for (unsigned block = static_cast<unsigned>(static_cast<long long>(first_position) * group / kRows);
-       block < blocks; ++block) {
-    const Rows rows(block, kv_head, sequence, kv_heads, group, cu_seqlens_q, cu_seqlens_k,
-                    causal_arg != 0);
+  for (unsigned n = 0; n < seeing.blocks; ++n) {
+    const Rows rows(seeing.first_block + n, kv_head, tile.sequence, kv_heads, group, cu_seqlens_q,
+                    cu_seqlens_k, causal_arg != 0);
     __syncthreads();  // everybody is done with the last ones
     for (int row = warp * kWarpRows; row < kRows; row += kWarps * kWarpRows) {
       rows.copy_q<kHeadDim, Tile>(q_tile, q, q_row_stride, q_head_stride, row, lane);
       rows.copy_q<kHeadDim, Tile>(dout_tile, dout, dout_row_stride, dout_head_stride, row, lane);
     }
-    for (int row = static_cast<int>(threadIdx.x); row < kRows; row += kThreads) {
-      const bool present = row < rows.count;
-      const long long stat = present ? rows.offset(row, rows.heads(), 1) : 0;
-      stats[row] = {present ? scaled_lse(lse[stat]) : kInfinity, present ? delta[stat] : 0.0f,
-                    present ? rows.limit(row) : 0, 0};
-    }
+    stats.find<kThreads>(rows, lse, delta, static_cast<int>(threadIdx.x), [] {});
     copy_async_wait_all();
     __syncthreads();
 
     // [keys g, g + 8][rows 2c, 2c + 1] of each tile of rows.
     float weights[kRowTiles][4] = {};
     multiply(weights, k_tile, q_tile, part, lane);
-#pragma unroll
-    for (int j = 0; j < kRowTiles; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const RowStat& stat = stats[8 * j + lane % 4 * 2 + e % 2];
-        const bool seen = first_key + part + lane / 4 + e / 2 * 8 < stat.limit;
-        weights[j][e] = weight_of(seen ? weights[j][e] : -kInfinity, scale_log2, stat.scaled);
-      }
-    }
+    stats.hide(weights, key, lane);
+    stats.weigh(weights, scale_log2, lane);
     if (!has_values) {
       float gradients[kRowTiles][4] = {};
       multiply(gradients, v_tile, dout_tile, part, lane);
+      stats.differentiate(weights, gradients, lane);
 #pragma unroll
       for (int j = 0; j < kRowTiles; ++j) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float its_delta = stats[8 * j + lane % 4 * 2 + e % 2].delta;
-          weights[j][e] = score_gradient(weights[j][e], gradients[j][e], its_delta);
-        }
+        for (int e = 0; e < 4; ++e) weights[j][e] = gradients[j][e];
       }
     }
+    unsigned rounded[kRowTiles / 2][4];
+    round_all<Element>(rounded, weights);
     const unsigned other = has_values ? dout_tile : q_tile;
     const int b_row = lane % 16, b_chunk = lane / 16;
 #pragma unroll
     for (int j = 0; j < kRowTiles; j += 2) {
-      // The accumulator layout of two tiles is the A layout of one k16 step.
-      const unsigned a[4] = {Element::pack(weights[j][0], weights[j][1]),
-                             Element::pack(weights[j][2], weights[j][3]),
-                             Element::pack(weights[j + 1][0], weights[j + 1][1]),
-                             Element::pack(weights[j + 1][2], weights[j + 1][3])};
 #pragma unroll
       for (int n = 0; n < kDimTiles; n += 2) {
         unsigned b[4];
         load_matrices_transposed(b, other + Tile::offset(8 * j + b_row, n + b_chunk));
-        mma_m16n8k16<Element>(acc[n], a, b[0], b[1]);
-        mma_m16n8k16<Element>(acc[n + 1], a, b[2], b[3]);
+        mma_m16n8k16<Element>(acc[n], rounded[j / 2], b[0], b[1]);
+        mma_m16n8k16<Element>(acc[n + 1], rounded[j / 2], b[2], b[3]);
       }
     }
   }
 
   copy_async_wait_all();  // of keys that nobody sees
-  const float scale = has_values ? 1.0f : static_cast<float>(scale_arg);
-  unsigned short* const gradient =
-      has_values ? dv + kv_head * dv_head_stride : dk + kv_head * dk_head_stride;
-  const long long row_stride = has_values ? dv_row_stride : dk_row_stride;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int key = first_key + part + lane / 4 + 8 * r;
-    if (key >= k_length) continue;
-    unsigned* target = reinterpret_cast<unsigned*>(
-        gradient + (static_cast<long long>(k_begin) + key) * row_stride + lane % 4 * 2);
-#pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) {
-      target[4 * n] = Element::pack(finished(acc[n][2 * r], scale),
-                                    finished(acc[n][2 * r + 1], scale));
-    }
-  }
+  write_key_gradients<Element>(acc, has_values ? 1.0f : static_cast<float>(scale_arg),
+                               has_values ? dv + kv_head * dv_head_stride
+                                          : dk + kv_head * dk_head_stride,
+                               has_values ? dv_row_stride : dk_row_stride,
+                               static_cast<long long>(k_begin) + key, k_length - key, lane);
 }

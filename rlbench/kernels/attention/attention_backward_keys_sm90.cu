@@ -1,18 +1,14 @@
-// The gradients of the keys and values on Hopper: wgmma, TMA, a producer and two consumer warpgroups, the
-// bits of attention_backward_keys.cu. attention_backward_queries.cu, which comes before it and leaves
-// `delta`, defines the result.
+// The gradients of the keys and values on Hopper, at head dims 64 and 128: wgmma, TMA, a producer and two
+// consumer warpgroups, the bits of attention_backward_keys.cu. attention_backward_queries.cu, which comes
+// before it and leaves `delta`, defines the result.
 //
 // THE SCHEDULE
 //
-// A thread block takes kTileKeys keys of one KV head and all rows that see one of them, kRows at a time.
-// Products are transposed, keys by rows. Each consumer has two of the four, and one sum in registers:
-//
-//     consumer 0:  S = K Q^T,    P = weights of S,    dV += P dO
-//     consumer 1:  dP = V dO^T,  dS = P (dP - delta), dK += dS Q
-//
-// P goes from the one to the other through shared memory, each thread's to the thread that needs it: their
-// accumulators are in the same lanes. Each starts the next block's first product before the last
-// block's second one, which runs while the former's results are made into weights.
+// A thread block takes kTileKeys keys of one KV head, 64 for each consumer, and all rows that see one of
+// them, kRows at a time. Products are transposed, keys by rows, so that P and dS are in registers where
+// dV += P dO and dK += dS Q need them. One consumer makes P and dS while the other's products run. At head dim
+// 128, its own dV runs while it makes dS; at head dim 64, where K and V stay in registers, the last block's
+// dV and dK run all the while.
 //
 // The producer's first warp asks for boxes of Q and dO; a sequence's end is theirs, and zeros follow. Its
 // second warp finds what else is needed of each row. All of them bring K and V, once.
@@ -27,56 +23,48 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-// The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), SHARED_BYTES (what the launch
-// reserves), KERNEL_NAME.
+// The build's defines: HEAD_DIM (64, 128), ELEMENT (Bf16, Fp16), SHARED_BYTES (what the launch reserves),
+// KERNEL_NAME.
 
 using namespace rlbench;
 
 constexpr int kHeadDim = HEAD_DIM;
 using Element = ELEMENT;
 
-constexpr int kTileKeys = 64;
+constexpr int kTileKeys = 128;
 constexpr int kRows = 64;
-constexpr int kStages = 2;
+constexpr int kStages = 3;
 constexpr int kConsumerThreads = 256;
 constexpr int kThreads = 128 + kConsumerThreads;
 constexpr int kPanels = kHeadDim / 64;
 constexpr int kRowTiles = kRows / 8;
 constexpr int kDimTiles = kHeadDim / 8;
 
-struct RowStat {
-  float scaled, delta;
-  int limit;
-  int unused;
-};
-
 // Shared memory, in bytes. Matrices are panels of 64 elements (128 bytes) a row.
-constexpr int kPanelBytes = kRows * 128;
-constexpr int kTileBytes = kPanels * kPanelBytes;
-constexpr int kKeyTiles = 0;                       // K and V
-constexpr int kRowStages = 2 * kTileBytes;         // Q and dO each
-constexpr int kExchange = kRowStages + kStages * 2 * kTileBytes;  // P
-constexpr int kStats = kExchange + 128 * kRowTiles * 16;
-constexpr int kBarriers = kStats + kStages * kRows * static_cast<int>(sizeof(RowStat));
+constexpr int kKeyPanel = kTileKeys * 128;
+constexpr int kRowPanel = kRows * 128;
+constexpr int kKeyTile = kPanels * kKeyPanel;
+constexpr int kRowTile = kPanels * kRowPanel;
+constexpr int kKeyTiles = 0;                // K and V
+constexpr int kRowStages = 2 * kKeyTile;    // Q and dO each
+constexpr int kStats = kRowStages + kStages * 2 * kRowTile;
+constexpr int kBarriers = kStats + kStages * static_cast<int>(sizeof(RowStats<kRows>));
 constexpr int kAlignment = 1024;
 constexpr int kSharedBytes = kBarriers + (2 * kStages + 1) * 8 + kAlignment;
 
 static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
-static_assert(kTileKeys == kRows, "tiles of both have one layout");
+static_assert(kHeadDim <= 128, "registers");
 
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-constexpr int kGiven = 1, kTaken = 2;  // named barriers, of P
-// K or V is kept in registers where there is room: products then read half as much of shared memory.
-constexpr bool kKeeps = kHeadDim <= 128;
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+constexpr bool kKeeps = kHeadDim == 64;  // K and V, in registers
 
 struct KeyTile {
   static constexpr int kRowBytes = 128;
   static __device__ __forceinline__ unsigned offset(int row, int chunk) {
-    return static_cast<unsigned>(chunk / 8 * kPanelBytes) + swizzled_offset<128>(row, chunk % 8);
+    return static_cast<unsigned>(chunk / 8 * kKeyPanel) + swizzled_offset<128>(row, chunk % 8);
   }
 };
 using Keys = KeyRows<kHeadDim, kTileKeys, 4, false, KeyTile>;
-using Rows = TileRows<kRows, false>;
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_BACKWARD_PARAMETERS, long long total_q_arg,
@@ -89,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const auto empty = [&](unsigned stage) { return base + kBarriers + (kStages + stage) * 8; };
   const unsigned full_keys = base + kBarriers + 2 * kStages * 8;
   const auto stats_of = [&](unsigned stage) {
-    return reinterpret_cast<RowStat*>(aligned + kStats) + stage * kRows;
+    return reinterpret_cast<RowStats<kRows>*>(aligned + kStats) + stage;
   };
 
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -101,19 +89,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const KeyTileOf<kTileKeys> tile(blockIdx.x / kv_heads, cu_seqlens_k,
                                   static_cast<unsigned>(sequences_arg));
   if (!tile.exists) return;
-  const unsigned sequence = tile.sequence;
   const int k_begin = tile.begin, k_length = tile.length, first_key = tile.first_key;
-  const int q_begin = cu_seqlens_q[sequence];
-  const int q_length = cu_seqlens_q[sequence + 1] - q_begin;
-
-  // The first position that sees the tile's first key, and the blocks of rows from there on.
-  const int before = first_key - (k_length - q_length);
-  const int first_position = causal_arg != 0 && before > 0 ? before : 0;
-  const long long all_rows = static_cast<long long>(q_length) * group;
-  const unsigned first_block =
-      static_cast<unsigned>(static_cast<long long>(first_position) * group / kRows);
-  const unsigned all_blocks = static_cast<unsigned>((all_rows + kRows - 1) / kRows);
-  const unsigned blocks = all_blocks > first_block ? all_blocks - first_block : 0;
+  const SeeingRows<kRows> seeing(tile, cu_seqlens_q, group, causal_arg != 0);
+  const unsigned blocks = seeing.blocks;
 
   if (threadIdx.x == 0) {
     for (unsigned stage = 0; stage < kStages; ++stage) {
@@ -128,50 +106,51 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (warp < 4) {
     // --- the producer ----------------------------------------------------------------------------
     give_registers<kProducerRegisters>();
-    const Strides k_strides = {0, k_row_stride, k_head_stride};
-    const Strides v_strides = {0, v_row_stride, v_head_stride};
-    Keys keys;
-    keys.table = nullptr;
-    keys.page_size = 0;
-    keys.first_row = k_begin;
-    keys.end = k_length;
-    keys.copy(base + kKeyTiles, k + kv_head * k_head_stride, k_strides, first_key, warp, lane);
-    keys.copy(base + kKeyTiles + kTileBytes, v + kv_head * v_head_stride, v_strides, first_key, warp,
-              lane);
-    copy_async_wait_all();
-    fence_async_proxy();
-    mbarrier_arrive(full_keys);
+    {
+      Keys keys;
+      keys.table = nullptr;
+      keys.page_size = 0;
+      keys.first_row = k_begin;
+      keys.end = k_length;
+      keys.copy(base + kKeyTiles, k + kv_head * k_head_stride, {0, k_row_stride, k_head_stride},
+                first_key, warp, lane);
+      keys.copy(base + kKeyTiles + kKeyTile, v + kv_head * v_head_stride,
+                {0, v_row_stride, v_head_stride}, first_key, warp, lane);
+      copy_async_wait_all();
+      fence_async_proxy();
+      mbarrier_arrive(full_keys);
+    }
+    unsigned stage = 0, parity = 1;
+    const auto next_stage = [&]() {
+      if (++stage == kStages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    };
     if (warp == 0) {
       if (!is_elected()) return;
       prefetch_tensor_map(&q_map);
       prefetch_tensor_map(&dout_map);
       const int positions = kRows / static_cast<int>(group);
-      const int first_x = static_cast<int>(total_q_arg) - q_length;  // zeros from the end on
+      const int heads = static_cast<int>(kv_head * group);
+      int x = static_cast<int>(total_q_arg) - seeing.q_length +  // zeros from the end on
+              static_cast<int>(seeing.first_block) * positions;
 #pragma unroll 1
-      for (unsigned n = 0; n < blocks; ++n) {
-        const unsigned stage = n % kStages;
-        const unsigned rows = base + kRowStages + stage * 2 * kTileBytes;
-        const int x = first_x + static_cast<int>(first_block + n) * positions;
-        const int heads = static_cast<int>(kv_head * group);
-        mbarrier_sleep(empty(stage), n / kStages % 2 ^ 1);
-        mbarrier_arrive_expecting(full(stage), 2 * kTileBytes);
-        copy_box(rows, &q_map, full(stage), 0, heads, x, 0, q_begin + q_length);
-        copy_box(rows + kTileBytes, &dout_map, full(stage), 0, heads, x, 0, q_begin + q_length);
+      for (unsigned n = 0; n < blocks; ++n, x += positions, next_stage()) {
+        const unsigned rows = base + kRowStages + stage * 2 * kRowTile;
+        mbarrier_sleep(empty(stage), parity);
+        mbarrier_arrive_expecting(full(stage), 2 * kRowTile);
+        copy_box(rows, &q_map, full(stage), 0, heads, x, 0, seeing.q_end);
+        copy_box(rows + kRowTile, &dout_map, full(stage), 0, heads, x, 0, seeing.q_end);
       }
     } else if (warp == 1) {
 #pragma unroll 1
-      for (unsigned n = 0; n < blocks; ++n) {
-        const unsigned stage = n % kStages;
-        const Rows rows(first_block + n, kv_head, sequence, kv_heads, group, cu_seqlens_q,
-                        cu_seqlens_k, causal_arg != 0);
-        mbarrier_sleep(empty(stage), n / kStages % 2 ^ 1);
-#pragma unroll
-        for (int row = lane; row < kRows; row += 32) {
-          const bool present = row < rows.count;
-          const long long stat = present ? rows.offset(row, rows.heads(), 1) : 0;
-          stats_of(stage)[row] = {present ? scaled_lse(lse[stat]) : kInfinity,
-                                  present ? delta[stat] : 0.0f, present ? rows.limit(row) : 0, 0};
-        }
+      for (unsigned n = 0; n < blocks; ++n, next_stage()) {
+        const TileRows<kRows, false> rows(seeing.first_block + n, kv_head, tile.sequence, kv_heads,
+                                          group, cu_seqlens_q, cu_seqlens_k, causal_arg != 0);
+        stats_of(stage)->find<32>(rows, lse, delta, lane, [&] {
+          mbarrier_sleep(empty(stage), parity);
+        });
         mbarrier_arrive(full(stage));
       }
     }
@@ -180,147 +159,182 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   // --- a consumer --------------------------------------------------------------------------------
   take_registers<kConsumerRegisters>();
-  const bool has_values = warp < 8;  // dV, else dK
-  const unsigned thread = threadIdx.x % 128;
   const float scale_log2 = __shfl_sync(kFullWarp, static_cast<float>(scale_log2_arg), 0);
-  const int key = first_key + warp % 4 * 16 + lane / 4;  // this lane's, and eight on
+  // Of this lane's two keys, the first one; the other is eight on.
+  const auto key_of = [&]() { return first_key + (again(warp) - 4) * 16 + again(lane) / 4; };
 
-  float scores[kRowTiles][4];
-  float acc[kDimTiles][4] = {};
-  unsigned weights[kRows / 16][4];
-  float4* const exchange = reinterpret_cast<float4*>(aligned + kExchange) + thread;
+  float scores[kRowTiles][4], products[kRowTiles][4];  // S and P; dP and dS
+  float sum_v[kDimTiles][4] = {}, sum_k[kDimTiles][4] = {};
+  unsigned weights[kRows / 16][4], gradients[kRows / 16][4];
+  unsigned k_left[kKeeps ? kHeadDim / 16 : 1][4], v_left[kKeeps ? kHeadDim / 16 : 1][4];
 
-  const unsigned own_keys = base + kKeyTiles + (has_values ? 0 : kTileBytes);
-  unsigned left[kKeeps ? kHeadDim / 16 : 1][4];
-  const auto rows_at = [&](unsigned stage, bool dout) {
-    return base + kRowStages + (stage * 2 + (dout ? 1 : 0)) * kTileBytes;
+  unsigned stage = 0, parity = 0;  // of the block whose products are next
+  const auto rows_at = [&](unsigned stage) {
+    return again(base) + kRowStages + stage * 2 * kRowTile;
   };
-  const auto start_scores = [&](unsigned n) {
-    const unsigned stage = n % kStages;
-    mbarrier_sleep(full(stage), n / kStages % 2);
-    const Matrix a(own_keys, 16), b(rows_at(stage, !has_values), 16);
+  const auto keys_at = [&](int tile) {
+    return again(base) + tile + static_cast<unsigned>(again(warp) / 4 - 1) * 64 * 128;
+  };
+  const auto next_stage = [&]() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  };
+  const auto start_scores = [&]() {
+    mbarrier_sleep(full(stage), parity);
+    const Matrix k_matrix(keys_at(kKeyTiles), 16), q_matrix(rows_at(stage), 16);
     keep_order(scores);
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; ++d) {
-      const int offset = d / 4 * kPanelBytes + d % 4 * 32;
+      const int a = d / 4 * kKeyPanel + d % 4 * 32, b = d / 4 * kRowPanel + d % 4 * 32;
       if constexpr (kKeeps) {
-        Wgmma<Element, kRowTiles>::row_scores(scores, left[d], b.descriptor(offset), d > 0);
+        Wgmma<Element, kRowTiles>::row_scores(scores, k_left[d], q_matrix.descriptor(b), d > 0);
       } else {
-        Wgmma<Element, kRowTiles>::scores(scores, a.descriptor(offset), b.descriptor(offset), d > 0);
+        Wgmma<Element, kRowTiles>::scores(scores, k_matrix.descriptor(a), q_matrix.descriptor(b),
+                                          d > 0);
       }
     }
     wgmma_commit();
   };
-  const auto release = [&](unsigned n) {
+  const auto start_products = [&]() {
+    const Matrix v_matrix(keys_at(kKeyTiles + kKeyTile), 16);
+    const Matrix dout_matrix(rows_at(stage) + kRowTile, 16);
+    keep_order(products);
+    wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; ++d) {
+      const int a = d / 4 * kKeyPanel + d % 4 * 32, b = d / 4 * kRowPanel + d % 4 * 32;
+      if constexpr (kKeeps) {
+        Wgmma<Element, kRowTiles>::row_scores(products, v_left[d], dout_matrix.descriptor(b), d > 0);
+      } else {
+        Wgmma<Element, kRowTiles>::scores(products, v_matrix.descriptor(a),
+                                          dout_matrix.descriptor(b), d > 0);
+      }
+    }
+    wgmma_commit();
+  };
+  // sum += its weights times Q or dO.
+  const auto start_sum = [&](float(&sum)[kDimTiles][4], const unsigned(&its)[kRows / 16][4],
+                             unsigned matrix, bool accumulate) {
+    const Matrix b(matrix, kRowPanel);
+#pragma unroll
+    for (int step = 0; step < kRows / 16; ++step) {
+      Wgmma<Element, kDimTiles>::values(sum, its[step], b.descriptor(step * 16 * 128),
+                                        accumulate || step > 0);
+    }
+    wgmma_commit();
+  };
+  const auto weigh = [&](unsigned its_stage) {
+    const RowStats<kRows>& stats = *stats_of(its_stage);
+    // Rows ascend, so the first one sees the fewest keys. Absent ones have no weights anyway.
+    if (stats.limits[0] < first_key + again(warp) / 4 * 64) stats.hide(scores, key_of(), again(lane));
+    stats.weigh(scores, scale_log2, again(lane));
+  };
+  const auto differentiate = [&](unsigned its_stage) {
+    stats_of(its_stage)->differentiate(scores, products, again(lane));
+  };
+  const auto release = [&](unsigned its_stage) {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(empty(n % kStages));
+    if (again(lane) == 0) mbarrier_arrive(empty(its_stage));
+  };
+  const auto end_sums = [&]() {
+    wgmma_wait<0>();
+    keep_order(sum_v);
+    keep_order(sum_k);
+    keep_order(weights);
+    keep_order(gradients);
+  };
+  // Of a block whose S and dP are there; leaves the next block so. The compiler has to know what is done
+  // unconditionally: it would have every product waited for otherwise.
+  const auto turn = [&](unsigned n, bool is_last) {
+    const unsigned its_stage = stage;
+    weigh(its_stage);
+    round_all<Element>(weights, scores);
+    keep_order(sum_v);
+    keep_order(weights);
+    wgmma_fence();
+    start_sum(sum_v, weights, rows_at(its_stage) + kRowTile, n > 0);
+    differentiate(its_stage);
+    wgmma_wait<0>();  // registers: gradients take the place of weights
+    keep_order(sum_v);
+    keep_order(weights);
+    round_all<Element>(gradients, products);
+    next_stage();
+    if (!is_last) start_scores();
+    keep_order(sum_k);
+    keep_order(gradients);
+    wgmma_fence();
+    start_sum(sum_k, gradients, rows_at(its_stage), n > 0);
+    if (is_last) return;
+    start_products();
+    end_sums();
+    keep_order(scores);
+    keep_order(products);
+    release(its_stage);
+  };
+  // The same where registers have room for the last block's weights beside this one's: its sums run meanwhile.
+  const auto turn_beside_sums = [&](unsigned n, bool is_last) {
+    const unsigned its_stage = stage;
+    const unsigned before = its_stage == 0 ? kStages - 1 : its_stage - 1;
+    weigh(its_stage);
+    differentiate(its_stage);
+    end_sums();
+    if (n > 0) release(before);
+    round_all<Element>(weights, scores);
+    round_all<Element>(gradients, products);
+    next_stage();
+    if (!is_last) {
+      start_scores();
+      start_products();
+    }
+    keep_order(sum_v);
+    keep_order(sum_k);
+    keep_order(weights);
+    keep_order(gradients);
+    wgmma_fence();
+    start_sum(sum_v, weights, rows_at(its_stage) + kRowTile, n > 0);
+    start_sum(sum_k, gradients, rows_at(its_stage), n > 0);
+    if (!is_last) wgmma_wait<2>();
+    keep_order(scores);
+    keep_order(products);
+  };
+  const auto take = [&](unsigned n, bool is_last) {
+    if constexpr (kKeeps) {
+      turn_beside_sums(n, is_last);
+    } else {
+      turn(n, is_last);
+    }
   };
 
   mbarrier_sleep(full_keys, 0);
   if constexpr (kKeeps) {
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; ++d) {
-      const int row = warp % 4 * 16 + lane % 16;
-      load_matrices(left[d], own_keys + KeyTile::offset(row, 2 * d + lane / 16));
+      const unsigned offset = KeyTile::offset((warp - 4) * 16 + lane % 16, 2 * d + lane / 16);
+      load_matrices(k_left[d], base + kKeyTiles + offset);
+      load_matrices(v_left[d], base + kKeyTiles + kKeyTile + offset);
     }
   }
-  // The compiler has to know what is done unconditionally: it would have every product waited for otherwise.
-  const auto turn = [&](unsigned n, bool is_last) {
-    const RowStat* const stats = stats_of(n % kStages) + lane % 4 * 2;
-    if (has_values) {
-      // Rows ascend, so the first one sees the fewest keys. Absent ones have no weights anyway.
-      if (stats_of(n % kStages)[0].limit < first_key + kTileKeys) {
-#pragma unroll
-        for (int j = 0; j < kRowTiles; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            if (key + e / 2 * 8 >= stats[8 * j + e % 2].limit) scores[j][e] = -kInfinity;
-          }
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kRowTiles; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          scores[j][e] = weight_of(scores[j][e], scale_log2, stats[8 * j + e % 2].scaled);
-        }
-      }
-      // The last one has been taken: later ones before a stage could be free for these scores.
-      if (n > 0 && n < kStages) named_barrier(kTaken, kConsumerThreads);
-#pragma unroll
-      for (int j = 0; j < kRowTiles; ++j) {
-        exchange[j * 128] = make_float4(scores[j][0], scores[j][1], scores[j][2], scores[j][3]);
-      }
-      named_barrier_arrive(kGiven, kConsumerThreads);
-    } else {
-      named_barrier(kGiven, kConsumerThreads);
-#pragma unroll
-      for (int j = 0; j < kRowTiles; ++j) {
-        const float4 its = exchange[j * 128];
-        const float4 weight = its;
-        scores[j][0] = score_gradient(weight.x, scores[j][0], stats[8 * j].delta);
-        scores[j][1] = score_gradient(weight.y, scores[j][1], stats[8 * j + 1].delta);
-        scores[j][2] = score_gradient(weight.z, scores[j][2], stats[8 * j].delta);
-        scores[j][3] = score_gradient(weight.w, scores[j][3], stats[8 * j + 1].delta);
-      }
-      if (n + 1 < kStages && n + 1 < blocks) named_barrier_arrive(kTaken, kConsumerThreads);
-    }
-    wgmma_wait<0>();
-    keep_order(acc);
-    keep_order(weights);
-    if (n > 0) release(n - 1);
-#pragma unroll
-    for (int step = 0; step < kRows / 16; ++step) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float(&from)[4] = scores[2 * step + half];
-        weights[step][2 * half] = Element::pack(from[0], from[1]);
-        weights[step][2 * half + 1] = Element::pack(from[2], from[3]);
-      }
-    }
-    if (!is_last) start_scores(n + 1);
-    const Matrix b(rows_at(n % kStages, has_values), kPanelBytes);
-    keep_order(acc);
-    keep_order(weights);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kRows / 16; ++step) {
-      Wgmma<Element, kDimTiles>::values(acc, weights[step], b.descriptor(step * 16 * 128),
-                                        n > 0 || step > 0);
-    }
-    wgmma_commit();
-    if (!is_last) {
-      wgmma_wait<1>();
-      keep_order(scores);
-    }
-  };
-  keep_order(acc);  // zeros are written before anything is started
+  keep_order(sum_v);  // zeros are written before anything is started
+  keep_order(sum_k);
   if (blocks > 0) {
-    start_scores(0);
+    start_scores();
+    start_products();
     wgmma_wait<0>();
     keep_order(scores);
+    keep_order(products);
 #pragma unroll 1
-    for (unsigned n = 0; n + 1 < blocks; ++n) turn(n, false);
-    turn(blocks - 1, true);
+    for (unsigned n = 0; n + 1 < blocks; ++n) take(n, false);
+    take(blocks - 1, true);
   }
-  wgmma_wait<0>();
-  keep_order(acc);
-  keep_order(weights);
+  end_sums();
 
-  const float scale = has_values ? 1.0f : static_cast<float>(scale_arg);
-  unsigned short* const gradient =
-      has_values ? dv + kv_head * dv_head_stride : dk + kv_head * dk_head_stride;
-  const long long row_stride = has_values ? dv_row_stride : dk_row_stride;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if (key + 8 * r >= k_length) continue;
-    unsigned* target = reinterpret_cast<unsigned*>(
-        gradient + (static_cast<long long>(k_begin) + key + 8 * r) * row_stride + lane % 4 * 2);
-#pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) {
-      target[4 * n] = Element::pack(finished(acc[n][2 * r], scale),
-                                    finished(acc[n][2 * r + 1], scale));
-    }
-  }
+  const int key = key_of();
+  const long long first_row = static_cast<long long>(k_begin) + key;
+  write_key_gradients<Element>(sum_v, 1.0f, dv + kv_head * dv_head_stride, dv_row_stride, first_row,
+                               k_length - key, lane);
+  write_key_gradients<Element>(sum_k, static_cast<float>(scale_arg), dk + kv_head * dk_head_stride,
+                               dk_row_stride, first_row, k_length - key, lane);
 }

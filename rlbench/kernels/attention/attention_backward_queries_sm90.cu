@@ -223,15 +223,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       __syncwarp();
       if (lane == 0) mbarrier_arrive(empty(before));
     }
-#pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float(&from)[4] = products[2 * step + half];
-        gradients[step][2 * half] = Element::pack(from[0], from[1]);
-        gradients[step][2 * half + 1] = Element::pack(from[2], from[3]);
-      }
-    }
+    round_all<Element>(gradients, products);
     if (!is_last) start_scores();
     const Matrix b(keys_at(its_stage), kKeyPanel);
     keep_order(acc);

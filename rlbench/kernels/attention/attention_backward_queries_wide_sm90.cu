@@ -15,7 +15,8 @@
 // made into weights.
 //
 // The producer's warps bring Q and dO, once; its first one asks for boxes of K and V, in which zeros
-// follow the last key that the tile sees.
+// follow the last key that the tile sees. Consumers keep Q and dO in registers, so the last of the stages
+// is where they were.
 
 #include "backward.cuh"
 #include "cluster.cuh"
@@ -41,7 +42,7 @@ using Element = ELEMENT;
 
 constexpr int kRows = 64;
 constexpr int kKeys = 64;
-constexpr int kStages = 2;
+constexpr int kStages = 3;
 constexpr int kConsumerThreads = 256;
 constexpr int kThreads = 128 + kConsumerThreads;
 constexpr int kPanels = kHeadDim / 64;
@@ -52,8 +53,8 @@ constexpr int kDimTiles = kOwnPanels * 8;
 // Shared memory, in bytes. Matrices are panels of 64 elements (128 bytes) a row.
 constexpr int kPanelBytes = kKeys * 128;
 constexpr int kTileBytes = kPanels * kPanelBytes;
-constexpr int kRowTiles = 0;                      // Q and dO
-constexpr int kKeyStages = 2 * kTileBytes;        // K and V each
+constexpr int kKeyStages = 0;  // K and V each
+constexpr int kRowTiles = kKeyStages + (kStages - 1) * 2 * kTileBytes;  // Q and dO, at first
 constexpr int kWeights = kKeyStages + kStages * 2 * kTileBytes;  // P
 constexpr int kGradients = kWeights + 128 * kKeyTiles * 16;      // dS
 constexpr int kBarriers = kGradients + 128 * kKeys / 16 * 16;
@@ -142,18 +143,20 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     rows.copy_q<kHeadDim, RowTile>(base + kRowTiles + kTileBytes, dout, dout_row_stride,
                                    dout_head_stride, warp * kWarpRows, lane);
     copy_async_wait_all();
+    fence_async_proxy();  // boxes will follow there
     mbarrier_arrive(full_rows);
     if (warp > 0 || !is_elected()) return;
     prefetch_tensor_map(&k_map);
     prefetch_tensor_map(&v_map);
     const int first_x = static_cast<int>(total_k_arg) - end;  // zeros from `end` on
     const int kv_head = static_cast<int>(rows.kv_head);
+    unsigned stage = 0, round = 0;
 #pragma unroll 1
     for (unsigned n = 0; n < blocks; ++n) {
-      const unsigned stage = n % kStages;
       const unsigned keys = base + kKeyStages + stage * 2 * kTileBytes;
       const int x = first_x + static_cast<int>(n) * kKeys;
-      mbarrier_sleep(empty(stage), n / kStages % 2 ^ 1);
+      // The last stage has been released once more.
+      mbarrier_sleep(empty(stage), (round ^ (stage < kStages - 1 ? 1 : 0)) & 1);
       mbarrier_arrive_expecting(full(stage), 2 * kTileBytes);
       constexpr int kAsked = kPanels / kRanks;
       const int panel = static_cast<int>(rank) * kAsked;
@@ -161,6 +164,10 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
       copy_box<kRanks>(own, &k_map, full(stage), 0, x, panel, kv_head, rows.k_begin + end);
       copy_box<kRanks>(own + kTileBytes, &v_map, full(stage), 0, x, panel, kv_head,
                        rows.k_begin + end);
+      if (++stage == kStages) {
+        stage = 0;
+        ++round;
+      }
     }
     return;
   }
@@ -201,12 +208,17 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
   float4* const given = reinterpret_cast<float4*>(aligned + kWeights) + thread;
   uint4* const back = reinterpret_cast<uint4*>(aligned + kGradients) + thread;
 
-  const auto keys_at = [&](unsigned n, bool values) {
-    return base + kKeyStages + (n % kStages * 2 + (values ? 1 : 0)) * kTileBytes;
+  unsigned stage = 0, parity = 0;  // of the next block that there are no scores of
+  // The stage so many blocks before that.
+  const auto stage_before = [&](unsigned blocks) {
+    return stage >= blocks ? stage - blocks : stage + kStages - blocks;
   };
-  const auto start_scores = [&](unsigned n) {
-    mbarrier_sleep(full(n % kStages), n / kStages % 2);
-    const Matrix b(keys_at(n, !has_weights), 16);
+  const auto keys_at = [&](unsigned stage, bool values) {
+    return base + kKeyStages + (stage * 2 + (values ? 1 : 0)) * kTileBytes;
+  };
+  const auto start_scores = [&]() {
+    mbarrier_sleep(full(stage), parity);
+    const Matrix b(keys_at(stage, !has_weights), 16);
     keep_order(scores);
     wgmma_fence();
 #pragma unroll
@@ -215,32 +227,37 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
           scores, left[d], b.descriptor(d / 4 * kPanelBytes + d % 4 * 32), d > 0);
     }
     wgmma_commit();
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
   };
-  const auto start_columns = [&](unsigned n) {
+  const auto start_columns = [&](unsigned stage, bool accumulate) {
     const unsigned first = has_weights ? 0 : kOwnPanels * kPanelBytes;
-    const Matrix b(keys_at(n, false) + first, kPanelBytes);
+    const Matrix b(keys_at(stage, false) + first, kPanelBytes);
     keep_order(acc);
     keep_order(gradients);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
       Wgmma<Element, kDimTiles>::values(acc, gradients[step], b.descriptor(step * 16 * 128),
-                                        n > 0 || step > 0);
+                                        accumulate || step > 0);
     }
     wgmma_commit();
   };
-  // When the columns of all blocks before this one are done: the last one's stage is free.
-  const auto release = [&](unsigned n) {
-    keep_order(acc);
-    keep_order(gradients);
-    if (n == 0) return;
-    const unsigned stage = (n - 1) % kStages;
+  const auto release = [&](unsigned stage) {
     __syncwarp();
     if constexpr (kRanks == 1) {
       if (lane == 0) mbarrier_arrive(empty(stage));
     } else if (lane < kRanks) {
       mbarrier_arrive_remote(shared_of(empty(stage), static_cast<unsigned>(lane)));
     }
+  };
+  // When the columns of all blocks before this one are done: the last one's stage is free.
+  const auto end_columns = [&](unsigned n, unsigned stage) {
+    keep_order(acc);
+    keep_order(gradients);
+    if (n > 0) release(stage);
   };
 
   mbarrier_sleep(full_rows, 0);
@@ -249,8 +266,10 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
   for (int d = 0; d < kHeadDim / 16; ++d) {
     load_matrices(left[d], own_rows + RowTile::offset(warp_row + lane % 16, 2 * d + lane / 16));
   }
+  release(kStages - 1);
   // The compiler has to know what is done unconditionally: it would have every product waited for otherwise.
   const auto give_weights = [&](unsigned n, bool is_last) {
+    const unsigned its_stage = stage_before(1), before = stage_before(2);
     if (static_cast<int>(n) >= whole) {
       const int column = static_cast<int>(n) * kKeys + lane % 4 * 2;
 #pragma unroll
@@ -274,8 +293,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     }
     named_barrier_arrive(kGiven, kConsumerThreads);
     wgmma_wait<0>();
-    release(n);
-    if (!is_last) start_scores(n + 1);
+    end_columns(n, before);
+    if (!is_last) start_scores();
     named_barrier(kBack, kConsumerThreads);
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
@@ -285,11 +304,12 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
       gradients[step][2] = its.z;
       gradients[step][3] = its.w;
     }
-    start_columns(n);
+    start_columns(its_stage, n > 0);
     if (!is_last) wgmma_wait<1>();
     keep_order(scores);
   };
   const auto give_gradients = [&](unsigned n, bool is_last) {
+    const unsigned its_stage = stage_before(1), before = stage_before(2);
     named_barrier(kGiven, kConsumerThreads);
 #pragma unroll
     for (int j = 0; j < kKeyTiles; ++j) {
@@ -300,30 +320,22 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
       scores[j][3] = score_gradient(weight.w, scores[j][3], stat[1]);
     }
     wgmma_wait<0>();
-    release(n);
-#pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float(&from)[4] = scores[2 * step + half];
-        gradients[step][2 * half] = Element::pack(from[0], from[1]);
-        gradients[step][2 * half + 1] = Element::pack(from[2], from[3]);
-      }
-    }
+    end_columns(n, before);
+    round_all<Element>(gradients, scores);
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
       back[step * 128] = make_uint4(gradients[step][0], gradients[step][1], gradients[step][2],
                                     gradients[step][3]);
     }
     named_barrier_arrive(kBack, kConsumerThreads);
-    if (!is_last) start_scores(n + 1);
-    start_columns(n);
+    if (!is_last) start_scores();
+    start_columns(its_stage, n > 0);
     if (!is_last) wgmma_wait<1>();
     keep_order(scores);
   };
   keep_order(acc);  // zeros are written before anything is started
   if (blocks > 0) {
-    start_scores(0);
+    start_scores();
     wgmma_wait<0>();
     keep_order(scores);
     if (has_weights) {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -127,8 +127,8 @@ class Keys(Queries):
 
     @property
     def shared_bytes(self) -> int:
-        """Q and dO, K and V, and four words of each row."""
-        return super().shared_bytes + self.at_a_time * 16
+        """Q and dO, K and V, and three words of each row."""
+        return super().shared_bytes + self.at_a_time * 12
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -139,22 +139,50 @@ class Keys(Queries):
 
 @dataclass(frozen=True)
 class HopperKeys(Family):
-    """A build of `attention_backward_keys_sm90.cu`, which has the bits of `Keys`."""
+    """A build of `attention_backward_keys_sm90.cu`, which has the bits of `Keys`, for head dims 64 and
+    128."""
 
     name: ClassVar[str] = "backward_keys_hopper"
     source: ClassVar[str] = "attention/attention_backward_keys_sm90"
     threads: ClassVar[int] = 384
-    tile: ClassVar[int] = 64
+    tile: ClassVar[int] = 128
     rows: ClassVar[int] = 64
     """Rows at a time."""
+    ranks: ClassVar[int] = 1
 
     @property
     def shared_bytes(self) -> int:
-        """K and V, two stages of Q and dO, weights, four words of each row, barriers, and room to align
+        """K and V, three stages of Q and dO and of three words of each row, barriers, and room to align
+        it all to 1024."""
+        tiles = 2 * self.tile + 3 * 2 * self.rows
+        return tiles * self.head_dim * 2 + 3 * self.rows * 12 + 7 * 8 + 1024
+
+
+@dataclass(frozen=True)
+class WideHopperKeys(Family):
+    """The same of `attention_backward_keys_wide_sm90.cu`, for head dim 256."""
+
+    name: ClassVar[str] = "backward_keys_hopper"
+    source: ClassVar[str] = "attention/attention_backward_keys_wide_sm90"
+    threads: ClassVar[int] = 384
+    tile: ClassVar[int] = 64
+    rows: ClassVar[int] = 64
+    """Rows at a time."""
+    ranks: ClassVar[int] = 2
+    """Thread blocks of a cluster, which share Q and dO."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """K and V, two stages of Q and dO, weights, three words of each row, barriers, and room to align
         it all to 1024."""
         tiles = 2 * self.tile + 2 * 2 * self.rows
-        said = 128 * self.rows * 2 + 2 * self.rows * 16
+        said = 128 * self.rows * 2 + 2 * self.rows * 12
         return tiles * self.head_dim * 2 + said + 5 * 8 + 1024
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        """The macros that the source takes."""
+        return {**super().defines, "RANKS": self.ranks}
 
 
 @dataclass(frozen=True)
@@ -191,11 +219,10 @@ class WideHopperQueries(Family):
 
     @property
     def shared_bytes(self) -> int:
-        """Q and dO, two stages of K and V, weights and their rounded gradients, barriers, and room to
-        align it all to 1024."""
-        tiles = 2 * self.tile + 2 * 2 * self.keys
+        """Three stages of K and V, weights and their rounded gradients, barriers, and room to align it
+        all to 1024."""
         said = 128 * self.keys * 2 + 128 * self.keys
-        return tiles * self.head_dim * 2 + said + 5 * 8 + 1024
+        return 3 * 2 * self.keys * self.head_dim * 2 + said + 7 * 8 + 1024
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -203,17 +230,23 @@ class WideHopperQueries(Family):
         return {**super().defines, "RANKS": self.ranks}
 
 
-def _hopper_queries(head_dim: int) -> type[HopperQueries | WideHopperQueries]:
-    """What finds dq on Hopper."""
-    return WideHopperQueries if head_dim > 128 else HopperQueries
+HopperQueriesBuild: TypeAlias = HopperQueries | WideHopperQueries
+HopperKeysBuild: TypeAlias = HopperKeys | WideHopperKeys
 
 
-def hopper_variants() -> Iterator[HopperKeys | HopperQueries | WideHopperQueries]:
+def _hopper(head_dim: int) -> tuple[type[HopperQueriesBuild], type[HopperKeysBuild]]:
+    """What finds dq on Hopper, and what finds dk and dv."""
+    if head_dim > 128:
+        return WideHopperQueries, WideHopperKeys
+    return HopperQueries, HopperKeys
+
+
+def hopper_variants() -> Iterator[HopperQueriesBuild | HopperKeysBuild]:
     """Every build that a call can ask for; for sm_90a alone."""
-    for keys in every(HopperKeys):
-        if not keys.paged:
-            yield keys
-            yield _hopper_queries(keys.head_dim)(keys.head_dim, keys.element, keys.paged)
+    for variant in every(Queries):
+        if not variant.paged:
+            for kind in _hopper(variant.head_dim):
+                yield kind(variant.head_dim, variant.element, variant.paged)
 
 
 def variants() -> Iterator[Queries]:
@@ -235,9 +268,9 @@ def plan(request: Backward) -> Plan:
     keys, maps = _keys_of(request)
     tiles = -(-request.max_seqlen_q * request.group // (queries.tile * queries.ranks))
     # One more for each sequence, since none has to end where a tile does.
-    key_tiles = request.k.shape[0] // keys.tile + request.sequences
+    key_tiles = request.k.shape[0] // (keys.tile * keys.ranks) + request.sequences
     units = request.kv_heads * request.sequences
-    blocks = tiles * units * queries.ranks, key_tiles * request.kv_heads
+    blocks = tiles * units * queries.ranks, key_tiles * request.kv_heads * keys.ranks
     if max(blocks) > MAX_GRID:
         raise ValueError(
             f"max_seqlen_q {request.max_seqlen_q} and {request.k.shape[0]} keys for "
@@ -246,7 +279,7 @@ def plan(request: Backward) -> Plan:
         )
 
     def launch(
-        build: Queries | HopperQueries | WideHopperQueries | HopperKeys,
+        build: Queries | HopperQueriesBuild | HopperKeysBuild,
         grid: int,
         own: tuple[int, ...],
         maps: tuple[TensorMap, ...],
@@ -270,9 +303,9 @@ def plan(request: Backward) -> Plan:
 
 def _queries_of(
     request: Backward,
-) -> tuple[Queries | HopperQueries | WideHopperQueries, tuple[TensorMap, ...]]:
+) -> tuple[Queries | HopperQueriesBuild, tuple[TensorMap, ...]]:
     """What finds dq, and the maps that it takes after everything else."""
-    hopper = _hopper_queries(request.q.shape[2])(*request.build)
+    hopper = _hopper(request.q.shape[2])[0](*request.build)
     maps = tensor_map.usable(
         tensor_map.of_keys(tensor_map.K, request.k, hopper.ranks, hopper.keys),
         tensor_map.of_keys(tensor_map.V, request.v, hopper.ranks, hopper.keys),
@@ -282,12 +315,12 @@ def _queries_of(
     return _fitting(Queries(*request.build), request.device), ()
 
 
-def _keys_of(request: Backward) -> tuple[Keys | HopperKeys, tuple[TensorMap, ...]]:
+def _keys_of(request: Backward) -> tuple[Keys | HopperKeysBuild, tuple[TensorMap, ...]]:
     """What finds dk and dv, and the maps that it takes after everything else."""
-    hopper = HopperKeys(*request.build)
+    hopper = _hopper(request.q.shape[2])[1](*request.build)
     maps = tensor_map.usable(
-        tensor_map.of_rows(tensor_map.Q, request.q, request.group, hopper.rows),
-        tensor_map.of_rows(tensor_map.DOUT, request.dout, request.group, hopper.rows),
+        tensor_map.of_rows(tensor_map.Q, request.q, request.group, hopper.rows, hopper.ranks),
+        tensor_map.of_rows(tensor_map.DOUT, request.dout, request.group, hopper.rows, hopper.ranks),
     )
     if maps and fits(hopper, request.device, _CAPABILITIES):
         return hopper, maps

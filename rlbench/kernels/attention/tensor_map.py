@@ -137,19 +137,24 @@ def of_queries(pointer: int, q: Tensor, group: int, tile_rows: int) -> TensorMap
     )
 
 
-def of_rows(pointer: int, tensor: Tensor, group: int, tile_rows: int) -> TensorMap | None:
+def of_rows(
+    pointer: int, tensor: Tensor, group: int, tile_rows: int, parts: int = 1
+) -> TensorMap | None:
     """The map of q, or what is shaped like it, [total_q, heads, head_dim], whose boxes end where their
     sequence does, or None if there can be none.
 
     The tensor has satisfied `checks.check`. A box is a tile of (position, head in group) pairs, which
-    has to be whole positions, and zeros behind the end. The dimensions are the elements of a panel,
+    has to be whole positions, and zeros behind the end, or a part of its panels, of which there are so
+    many. The dimensions are the elements of a panel,
     heads, x < total_q, panels, and y. A box of the positions from p on of a sequence with n, which
     begins at a row, is at x = total_q - n + p, y = row + n.
     """
     rows, heads, head_dim = tensor.shape
     row_stride, head_stride = _strides(tensor)
+    panels = head_dim // _PANEL
     possible = (
         tile_rows % group == 0
+        and panels % parts == 0
         and 0 < rows < _COORDINATE_LIMIT - 1
         and heads < _COORDINATE_LIMIT
         and _is_stride(row_stride)
@@ -157,13 +162,12 @@ def of_rows(pointer: int, tensor: Tensor, group: int, tile_rows: int) -> TensorM
     )
     if not possible:
         return None
-    panels = head_dim // _PANEL
     return TensorMap(
         pointer,
         -rows * row_stride,
         (_PANEL, heads, rows, panels, rows + 1),
         (head_stride, row_stride, _PANEL * _ELEMENT_BYTES, row_stride),
-        (_PANEL, group, tile_rows // group, panels, 1),
+        (_PANEL, group, tile_rows // group, panels // parts, 1),
     )
 
 

@@ -27,6 +27,14 @@ namespace rlbench {
       long long dv_head_stride, long long kv_heads_arg, long long group_arg,                      \
       long long sequences_arg, long long causal_arg, double scale_arg, double scale_log2_arg
 
+// The same value, of which the compiler does not know: what follows from it is computed again, and takes no
+// register until then.
+template <class T>
+__device__ __forceinline__ T again(T value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // What is subtracted from a row's scaled scores, from its log-sum-exp. A row that sees no key has no
 // weight: then it is infinity.
 __device__ __forceinline__ float scaled_lse(float lse) {
@@ -93,9 +101,136 @@ struct KeyTileOf {
   }
 };
 
+// The rows that see some key of a tile: those of its sequence from the first position on that sees the
+// tile's first key, in blocks.
+template <int kRows>
+struct SeeingRows {
+  int q_end, q_length;
+  unsigned first_block, blocks;
+
+  template <class Tile>
+  __device__ __forceinline__ SeeingRows(const Tile& tile, const int* cu_seqlens_q, unsigned group,
+                                        bool causal)
+      : q_end(cu_seqlens_q[tile.sequence + 1]), q_length(q_end - cu_seqlens_q[tile.sequence]) {
+    const int before = tile.first_key - (tile.length - q_length);
+    const long long first_position = causal && before > 0 ? before : 0;
+    const long long rows = static_cast<long long>(q_length) * group;
+    first_block = static_cast<unsigned>(first_position * group / kRows);
+    const unsigned end = static_cast<unsigned>((rows + kRows - 1) / kRows);
+    blocks = end > first_block ? end - first_block : 0;
+  }
+};
+
+// What is needed of a block's rows, in shared memory. Where products are keys by rows, a lane has the
+// rows 8 j + 2 c and the next one, and the keys g and g + 8.
+template <int kRows>
+struct alignas(16) RowStats {
+  float scaled[kRows], delta[kRows];
+  int limits[kRows];  // keys that they see
+
+  // By kThreads threads; zeros, and no weights, where there is no row. Calls may_write() when it knows what
+  // to write.
+  template <int kThreads, class Rows, class MayWrite>
+  __device__ __forceinline__ void find(const Rows& rows, const float* lse, const float* all_deltas,
+                                       int thread, const MayWrite& may_write) {
+    constexpr int kOwn = (kRows + kThreads - 1) / kThreads;
+    float own_scaled[kOwn], own_delta[kOwn];
+    int own_limit[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int row = thread + i * kThreads;
+      const bool present = row < rows.count;
+      const long long at = present ? rows.offset(row, rows.heads(), 1) : 0;
+      own_scaled[i] = present ? scaled_lse(lse[at]) : kInfinity;
+      own_delta[i] = present ? all_deltas[at] : 0.0f;
+      own_limit[i] = present ? rows.limit(row) : 0;
+    }
+    may_write();
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int row = thread + i * kThreads;
+      if (row >= kRows) continue;
+      scaled[row] = own_scaled[i];
+      delta[row] = own_delta[i];
+      limits[row] = own_limit[i];
+    }
+  }
+
+  // The weights of what a lane has. The scores that rows do not see are -inf.
+  __device__ __forceinline__ void weigh(float (&scores)[kRows / 8][4], float scale_log2,
+                                        int lane) const {
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+      const float2 its = pair(scaled, j, lane);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        scores[j][e] = weight_of(scores[j][e], scale_log2, e % 2 == 0 ? its.x : its.y);
+      }
+    }
+  }
+
+  // Sets those to -inf; `key` is the lane's first one.
+  __device__ __forceinline__ void hide(float (&scores)[kRows / 8][4], int key, int lane) const {
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (key + e / 2 * 8 >= limits[8 * j + lane % 4 * 2 + e % 2]) scores[j][e] = -kInfinity;
+      }
+    }
+  }
+
+  // dS, up to the softmax's scale, from the weights and their gradients.
+  __device__ __forceinline__ void differentiate(const float (&weights)[kRows / 8][4],
+                                                float (&gradients)[kRows / 8][4], int lane) const {
+#pragma unroll
+    for (int j = 0; j < kRows / 8; ++j) {
+      const float2 its = pair(delta, j, lane);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        gradients[j][e] = score_gradient(weights[j][e], gradients[j][e], e % 2 == 0 ? its.x : its.y);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ float2 pair(const float (&of)[kRows], int j, int lane) {
+    return reinterpret_cast<const float2*>(of)[4 * j + lane % 4];
+  }
+};
+
+// The accumulator layout of two tiles is the A layout of one k16 step.
+template <class Element, int kTiles>
+__device__ __forceinline__ void round_all(unsigned (&rounded)[kTiles / 2][4],
+                                          const float (&values)[kTiles][4]) {
+#pragma unroll
+  for (int j = 0; j < kTiles; ++j) {
+    rounded[j / 2][j % 2 * 2] = Element::pack(values[j][0], values[j][1]);
+    rounded[j / 2][j % 2 * 2 + 1] = Element::pack(values[j][2], values[j][3]);
+  }
+}
+
 // The end of every sum. Adding +0 makes -0, which blocks without a seen key could turn into +0, +0.
 __device__ __forceinline__ float finished(float sum, float scale) {
   return __fmaf_rn(sum, scale, 0.0f);
+}
+
+// Writes a lane's sums of two keys, the first of which is in that row of the gradient. There are `left`
+// keys from it on.
+template <class Element, int kDimTiles>
+__device__ __forceinline__ void write_key_gradients(const float (&sums)[kDimTiles][4], float scale,
+                                                    unsigned short* gradient, long long row_stride,
+                                                    long long row, int left, int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (8 * r >= left) continue;
+    unsigned* target =
+        reinterpret_cast<unsigned*>(gradient + (row + 8 * r) * row_stride + lane % 4 * 2);
+#pragma unroll
+    for (int n = 0; n < kDimTiles; ++n) {
+      target[4 * n] = Element::pack(finished(sums[n][2 * r], scale),
+                                    finished(sums[n][2 * r + 1], scale));
+    }
+  }
 }
 
 }  // namespace rlbench

@@ -16,8 +16,9 @@ namespace rlbench {
 struct Matrix {
   unsigned low;  // half of a descriptor; the other one is a constant
 
+  // In a cluster, an address has its block's rank above these bits.
   __device__ __forceinline__ Matrix(unsigned shared, unsigned panel_stride)
-      : low(panel_stride >> 4 << 16 | shared >> 4) {}
+      : low(panel_stride >> 4 << 16 | (shared & 0x3ffff) >> 4) {}
 
   // The descriptor of what begins so many bytes on; one addition, since shared memory ends long
   // before the address's 14 bits overflow.

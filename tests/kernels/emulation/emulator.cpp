@@ -195,7 +195,7 @@ void meet(Meeting& meeting, unsigned expected, const char* what, unsigned which 
 }
 
 Barrier& barrier_at(unsigned address, Block& owner = block()) {
-  const auto found = owner.barriers.find(address);
+  const auto found = owner.barriers.find(address & kAddress);
   if (found == owner.barriers.end()) fault("there is no mbarrier at %u", address);
   return found->second;
 }
@@ -424,7 +424,7 @@ void named_sync(int id, unsigned threads) {
 
 void barrier_init(unsigned barrier, unsigned arrivals) {
   shared_bytes(barrier, 8);
-  block().barriers[barrier].expected = arrivals;
+  block().barriers[barrier & kAddress].expected = arrivals;
 }
 
 void barrier_arrive(unsigned barrier) {
@@ -454,7 +454,7 @@ void barrier_wait(unsigned barrier, unsigned parity) {
 void write_zeros(unsigned shared) {
   if (shared % 16 != 0) fault("a write to %u, which is not aligned", shared);
   std::memset(shared_bytes(shared, 16), 0, 16);
-  block().unfenced[shared] = running;
+  block().unfenced[shared & kAddress] = running;
 }
 
 void fence_writes() {
@@ -473,7 +473,7 @@ void start_copy(unsigned shared, const void* global, bool present) {
   if (shared % 16 != 0) fault("a copy to %u, which is not aligned", shared);
   shared_bytes(shared, 16);
   if (present) check_global(global, 16);
-  const Copy copy = {shared, global, present};
+  const Copy copy = {shared & kAddress, global, present};
   if (launched.lazy) {
     fiber().open_copies.push_back(copy);
   } else {
@@ -510,11 +510,12 @@ void check_box(const TensorMap& map, const Coordinates& first) {
 
 static void start_box_to(Block& to, unsigned char* memory, unsigned shared, size_t bytes,
                          const TensorMap& map, unsigned barrier, const Coordinates& first) {
-  const auto write = to.unfenced.lower_bound(shared);
-  if (write != to.unfenced.end() && write->first < shared + bytes) {
-    fault("a box to %u, where a write to %u has not been fenced", shared, write->first);
+  const unsigned begin = shared & kAddress;
+  const auto write = to.unfenced.lower_bound(begin);
+  if (write != to.unfenced.end() && write->first < begin + bytes) {
+    fault("a box to %u, where a write to %u has not been fenced", begin, write->first);
   }
-  const Box box = {memory, shared, map, first, &barrier_at(barrier, to)};
+  const Box box = {memory, begin, map, first, &barrier_at(barrier, to)};
   if (launched.lazy) {
     to.boxes.push_back(box);
   } else {

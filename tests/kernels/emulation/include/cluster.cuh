@@ -5,12 +5,13 @@
 
 namespace rlbench {
 
-constexpr unsigned kRankShift = 24;  // a remote address is a rank and an address
-constexpr unsigned kAddress = (1u << kRankShift) - 1;
+using emulator::kAddress, emulator::kRankShift;
 
 inline unsigned cluster_rank() { return emulator::running->rank; }
 
-inline unsigned shared_of(unsigned shared, unsigned rank) { return rank << kRankShift | shared; }
+inline unsigned shared_of(unsigned shared, unsigned rank) {
+  return rank << kRankShift | (shared & kAddress);
+}
 
 inline void send_remote(unsigned remote, float first, float second, unsigned barrier) {
   emulator::send(remote >> kRankShift, remote & kAddress, first, second, barrier & kAddress);

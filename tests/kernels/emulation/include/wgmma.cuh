@@ -9,7 +9,7 @@ namespace rlbench {
 struct Matrix {
   unsigned low;
 
-  Matrix(unsigned shared, unsigned panel_stride) : low(panel_stride >> 4 << 16 | shared >> 4) {}
+  Matrix(unsigned shared, unsigned panel_stride) : low(panel_stride >> 4 << 16 | (shared & 0x3ffff) >> 4) {}
 
   unsigned long long descriptor(unsigned bytes) const {
     return 1ull << 62 | (1024ull >> 4) << 32 | (low + (bytes >> 4));
