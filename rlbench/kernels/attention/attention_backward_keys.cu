@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
       rows.copy_q<kHeadDim, Tile>(q_tile, q, q_row_stride, q_head_stride, row, lane);
       rows.copy_q<kHeadDim, Tile>(dout_tile, dout, dout_row_stride, dout_head_stride, row, lane);
     }
-    stats.find<kThreads>(rows, lse, delta, static_cast<int>(threadIdx.x), [] {});
+    stats.find<kThreads>(rows, lse, delta, static_cast<int>(threadIdx.x));
     copy_async_wait_all();
     __syncthreads();
 

@@ -10,8 +10,8 @@
 // 128, its own dV runs while it makes dS; at head dim 64, where K and V stay in registers, the last block's
 // dV and dK run all the while.
 //
-// The producer's first warp asks for boxes of Q and dO; a sequence's end is theirs, and zeros follow. Its
-// second warp finds what else is needed of each row. All of them bring K and V, once.
+// The producer's first warp asks for boxes of Q and dO; a sequence's end is theirs, and zeros follow. The
+// others find what else is needed of each row. All of them bring K and V, once.
 
 #include "backward.cuh"
 #include "copy.cuh"
@@ -33,7 +33,7 @@ using Element = ELEMENT;
 
 constexpr int kTileKeys = 128;
 constexpr int kRows = 64;
-constexpr int kStages = 3;
+constexpr int kStages = kHeadDim == 64 ? 6 : 3;
 constexpr int kConsumerThreads = 256;
 constexpr int kThreads = 128 + kConsumerThreads;
 constexpr int kPanels = kHeadDim / 64;
@@ -54,6 +54,7 @@ constexpr int kSharedBytes = kBarriers + (2 * kStages + 1) * 8 + kAlignment;
 
 static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
 static_assert(kHeadDim <= 128, "registers");
+static_assert(kStages % 3 == 0, "three warps share the stages");
 
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 constexpr bool kKeeps = kHeadDim == 64;  // K and V, in registers
@@ -106,52 +107,52 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (warp < 4) {
     // --- the producer ----------------------------------------------------------------------------
     give_registers<kProducerRegisters>();
-    {
-      Keys keys;
-      keys.table = nullptr;
-      keys.page_size = 0;
-      keys.first_row = k_begin;
-      keys.end = k_length;
-      keys.copy(base + kKeyTiles, k + kv_head * k_head_stride, {0, k_row_stride, k_head_stride},
-                first_key, warp, lane);
-      keys.copy(base + kKeyTiles + kKeyTile, v + kv_head * v_head_stride,
-                {0, v_row_stride, v_head_stride}, first_key, warp, lane);
-      copy_async_wait_all();
-      fence_async_proxy();
-      mbarrier_arrive(full_keys);
-    }
-    unsigned stage = 0, parity = 1;
-    const auto next_stage = [&]() {
-      if (++stage == kStages) {
-        stage = 0;
-        parity ^= 1;
-      }
+    const auto ask = [&](unsigned n) {
+      const unsigned stage = n % kStages;
+      const unsigned rows = base + kRowStages + stage * 2 * kRowTile;
+      const int heads = static_cast<int>(kv_head * group);
+      const int x = static_cast<int>(total_q_arg) - seeing.q_length +  // zeros from the end on
+                    static_cast<int>((seeing.first_block + n) * (kRows / group));
+      mbarrier_sleep(empty(stage), n / kStages % 2 ^ 1);
+      mbarrier_arrive_expecting(full(stage), 2 * kRowTile);
+      copy_box(rows, &q_map, full(stage), 0, heads, x, 0, seeing.q_end);
+      copy_box(rows + kRowTile, &dout_map, full(stage), 0, heads, x, 0, seeing.q_end);
     };
+    const unsigned at_once = blocks < kStages ? blocks : kStages;
+    if (warp == 0 && is_elected()) {
+#pragma unroll 1
+      for (unsigned n = 0; n < at_once; ++n) ask(n);
+    }
+    __syncwarp();
+    Keys keys;
+    keys.table = nullptr;
+    keys.page_size = 0;
+    keys.first_row = k_begin;
+    keys.end = k_length;
+    keys.copy(base + kKeyTiles, k + kv_head * k_head_stride, {0, k_row_stride, k_head_stride},
+              first_key, warp, lane);
+    keys.copy(base + kKeyTiles + kKeyTile, v + kv_head * v_head_stride,
+              {0, v_row_stride, v_head_stride}, first_key, warp, lane);
+    copy_async_wait_all();
+    fence_async_proxy();
+    mbarrier_arrive(full_keys);
     if (warp == 0) {
       if (!is_elected()) return;
-      prefetch_tensor_map(&q_map);
-      prefetch_tensor_map(&dout_map);
-      const int positions = kRows / static_cast<int>(group);
-      const int heads = static_cast<int>(kv_head * group);
-      int x = static_cast<int>(total_q_arg) - seeing.q_length +  // zeros from the end on
-              static_cast<int>(seeing.first_block) * positions;
 #pragma unroll 1
-      for (unsigned n = 0; n < blocks; ++n, x += positions, next_stage()) {
-        const unsigned rows = base + kRowStages + stage * 2 * kRowTile;
-        mbarrier_sleep(empty(stage), parity);
-        mbarrier_arrive_expecting(full(stage), 2 * kRowTile);
-        copy_box(rows, &q_map, full(stage), 0, heads, x, 0, seeing.q_end);
-        copy_box(rows + kRowTile, &dout_map, full(stage), 0, heads, x, 0, seeing.q_end);
-      }
-    } else if (warp == 1) {
+      for (unsigned n = at_once; n < blocks; ++n) ask(n);
+    } else {
+      // Each has stages of its own: it has to see all of their phases.
+      const unsigned first = static_cast<unsigned>(warp) - 1;
+      RowFinder<kRows> finder(seeing, k_length, first, 3, kv_head, kv_heads, group, causal_arg != 0,
+                              lse, delta, lane);
+      finder.find();
 #pragma unroll 1
-      for (unsigned n = 0; n < blocks; ++n, next_stage()) {
-        const TileRows<kRows, false> rows(seeing.first_block + n, kv_head, tile.sequence, kv_heads,
-                                          group, cu_seqlens_q, cu_seqlens_k, causal_arg != 0);
-        stats_of(stage)->find<32>(rows, lse, delta, lane, [&] {
-          mbarrier_sleep(empty(stage), parity);
-        });
+      for (unsigned n = first; n < blocks; n += 3) {
+        const unsigned stage = n % kStages;
+        mbarrier_sleep(empty(stage), n / kStages % 2 ^ 1);
+        stats_of(stage)->take(finder, lane);
         mbarrier_arrive(full(stage));
+        finder.find();
       }
     }
     return;

@@ -19,8 +19,8 @@
 // Two thread blocks are a cluster that takes neighbouring tiles: each asks for half of the panels of Q and
 // dO, which come to both. Both go through the rows that see the first one's keys.
 //
-// The producer's first warp asks for boxes of Q and dO; a sequence's end is theirs, and zeros follow. Its
-// second warp finds what else is needed of each row. All of them bring K and V, once.
+// The producer's first warp asks for boxes of Q and dO; a sequence's end is theirs, and zeros follow. The
+// next ones find what else is needed of each row. All of them bring K and V, once.
 
 #include "backward.cuh"
 #include "cluster.cuh"
@@ -133,47 +133,51 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
   if (warp < 4) {
     // --- the producer ----------------------------------------------------------------------------
     give_registers<kProducerRegisters>();
-    const Strides k_strides = {0, k_row_stride, k_head_stride};
-    const Strides v_strides = {0, v_row_stride, v_head_stride};
+    const auto ask = [&](unsigned n) {
+      const unsigned stage = n % kStages;
+      const unsigned rows = base + kRowStages + stage * 2 * kTileBytes + rank * kAsked * kPanelBytes;
+      const int heads = static_cast<int>(kv_head * group);
+      const int panel = static_cast<int>(rank) * kAsked;
+      const int x = static_cast<int>(total_q_arg) - seeing.q_length +  // zeros from the end on
+                    static_cast<int>((seeing.first_block + n) * (kRows / group));
+      mbarrier_sleep(empty(stage), n / kStages % 2 ^ 1);
+      mbarrier_arrive_expecting(full(stage), 2 * kTileBytes);
+      copy_box<kRanks>(rows, &q_map, full(stage), 0, heads, x, panel, seeing.q_end);
+      copy_box<kRanks>(rows + kTileBytes, &dout_map, full(stage), 0, heads, x, panel, seeing.q_end);
+    };
+    const unsigned at_once = blocks < kStages ? blocks : kStages;
+    if (warp == 0 && is_elected()) {
+#pragma unroll 1
+      for (unsigned n = 0; n < at_once; ++n) ask(n);
+    }
+    __syncwarp();
     Keys keys;
     keys.table = nullptr;
     keys.page_size = 0;
     keys.first_row = k_begin;
     keys.end = k_length;
-    keys.copy(base + kKeyTiles, k + kv_head * k_head_stride, k_strides, first_key, warp, lane);
-    keys.copy(base + kKeyTiles + kTileBytes, v + kv_head * v_head_stride, v_strides, first_key, warp,
-              lane);
+    keys.copy(base + kKeyTiles, k + kv_head * k_head_stride, {0, k_row_stride, k_head_stride},
+              first_key, warp, lane);
+    keys.copy(base + kKeyTiles + kTileBytes, v + kv_head * v_head_stride,
+              {0, v_row_stride, v_head_stride}, first_key, warp, lane);
     copy_async_wait_all();
     fence_async_proxy();
     mbarrier_arrive(full_keys);
     if (warp == 0) {
       if (!is_elected()) return;
-      prefetch_tensor_map(&q_map);
-      prefetch_tensor_map(&dout_map);
-      const int positions = kRows / static_cast<int>(group);
-      const int heads = static_cast<int>(kv_head * group);
-      const int panel = static_cast<int>(rank) * kAsked;
-      int x = static_cast<int>(total_q_arg) - seeing.q_length +  // zeros from the end on
-              static_cast<int>(seeing.first_block) * positions;
 #pragma unroll 1
-      for (unsigned n = 0; n < blocks; ++n, x += positions) {
-        const unsigned stage = n % kStages;
-        const unsigned rows = base + kRowStages + stage * 2 * kTileBytes + rank * kAsked * kPanelBytes;
+      for (unsigned n = at_once; n < blocks; ++n) ask(n);
+    } else if (warp <= kStages) {  // each has one stage
+      const unsigned stage = static_cast<unsigned>(warp) - 1;
+      RowFinder<kRows> finder(seeing, k_length, stage, kStages, kv_head, kv_heads, group,
+                              causal_arg != 0, lse, delta, lane);
+      finder.find();
+#pragma unroll 1
+      for (unsigned n = stage; n < blocks; n += kStages) {
         mbarrier_sleep(empty(stage), n / kStages % 2 ^ 1);
-        mbarrier_arrive_expecting(full(stage), 2 * kTileBytes);
-        copy_box<kRanks>(rows, &q_map, full(stage), 0, heads, x, panel, seeing.q_end);
-        copy_box<kRanks>(rows + kTileBytes, &dout_map, full(stage), 0, heads, x, panel, seeing.q_end);
-      }
-    } else if (warp == 1) {
-#pragma unroll 1
-      for (unsigned n = 0; n < blocks; ++n) {
-        const unsigned stage = n % kStages;
-        const TileRows<kRows, false> rows(seeing.first_block + n, kv_head, tiles.sequence, kv_heads,
-                                          group, cu_seqlens_q, cu_seqlens_k, causal_arg != 0);
-        stats_of(stage)->find<32>(rows, lse, delta, lane, [&] {
-          mbarrier_sleep(empty(stage), n / kStages % 2 ^ 1);
-        });
+        stats_of(stage)->take(finder, lane);
         mbarrier_arrive(full(stage));
+        finder.find();
       }
     }
     return;

@@ -158,36 +158,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         scores[j][e] = score_gradient(weight, gradients[j][e], own_delta[e / 2]);
       }
     }
+    unsigned rounded[kKeyTiles / 2][4];
+    round_all<Element>(rounded, scores);
     const int v_row = lane % 16, v_chunk = lane / 16;
 #pragma unroll
     for (int j = 0; j < kKeyTiles; j += 2) {
-      // The accumulator layout of two tiles is the A layout of one k16 step.
-      const unsigned a[4] = {Element::pack(scores[j][0], scores[j][1]),
-                             Element::pack(scores[j][2], scores[j][3]),
-                             Element::pack(scores[j + 1][0], scores[j + 1][1]),
-                             Element::pack(scores[j + 1][2], scores[j + 1][3])};
 #pragma unroll
       for (int n = 0; n < kDimTiles; n += 2) {
         unsigned b[4];
         load_matrices_transposed(b, k_tile + Tile::offset(8 * j + v_row, n + v_chunk));
-        mma_m16n8k16<Element>(acc[n], a, b[0], b[1]);
-        mma_m16n8k16<Element>(acc[n + 1], a, b[2], b[3]);
+        mma_m16n8k16<Element>(acc[n], rounded[j / 2], b[0], b[1]);
+        mma_m16n8k16<Element>(acc[n + 1], rounded[j / 2], b[2], b[3]);
       }
     }
   }
 
   copy_async_wait_all();  // Q's, where there are no keys
   const float scale = static_cast<float>(scale_arg);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = warp_row + lane / 4 + 8 * r;
-    if (row >= rows.count) continue;
-    unsigned* target = reinterpret_cast<unsigned*>(
-        dq + rows.offset(row, dq_row_stride, dq_head_stride) + lane % 4 * 2);
-#pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) {
-      target[4 * n] = Element::pack(finished(acc[n][2 * r], scale),
-                                    finished(acc[n][2 * r + 1], scale));
-    }
-  }
+  rows.write_times<Element>({scale, scale}, acc, dq, dq_row_stride, dq_head_stride, warp_row,
+                            lane);
 }

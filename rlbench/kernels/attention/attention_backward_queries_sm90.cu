@@ -99,6 +99,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (warp < 4) {
     // --- the producer ----------------------------------------------------------------------------
     give_registers<kProducerRegisters>();
+    const auto ask = [&](unsigned n) {
+      const unsigned stage = n % kStages;
+      const unsigned keys = base + kKeyStages + stage * 2 * kKeyTile;
+      const int kv_head = static_cast<int>(rows.kv_head);
+      const int x = static_cast<int>(total_k_arg) - end +  // zeros from `end` on
+                    static_cast<int>(n) * kKeys;
+      mbarrier_sleep(empty(stage), n / kStages % 2 ^ 1);
+      mbarrier_arrive_expecting(full(stage), 2 * kKeyTile);
+      copy_box(keys, &k_map, full(stage), 0, x, 0, kv_head, rows.k_begin + end);
+      copy_box(keys + kKeyTile, &v_map, full(stage), 0, x, 0, kv_head, rows.k_begin + end);
+    };
+    const unsigned at_once = blocks < kStages ? blocks : kStages;
+    if (warp == 0 && is_elected()) {
+#pragma unroll 1
+      for (unsigned n = 0; n < at_once; ++n) ask(n);
+    }
+    __syncwarp();
     for (int row = warp * kWarpRows; row < kTileRows; row += 4 * kWarpRows) {
       rows.copy_q<kHeadDim, RowTile>(base + kRowTiles, q, q_row_stride, q_head_stride, row, lane);
       rows.copy_q<kHeadDim, RowTile>(base + kRowTiles + kRowTile, dout, dout_row_stride,
@@ -108,24 +125,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (!kKeepsDout) fence_async_proxy();
     mbarrier_arrive(full_rows);
     if (warp > 0 || !is_elected()) return;
-    prefetch_tensor_map(&k_map);
-    prefetch_tensor_map(&v_map);
-    const int first_x = static_cast<int>(total_k_arg) - end;  // zeros from `end` on
-    const int kv_head = static_cast<int>(rows.kv_head);
-    unsigned stage = 0, parity = 1;
 #pragma unroll 1
-    for (unsigned n = 0; n < blocks; ++n) {
-      const unsigned keys = base + kKeyStages + stage * 2 * kKeyTile;
-      const int x = first_x + static_cast<int>(n) * kKeys;
-      mbarrier_sleep(empty(stage), parity);
-      mbarrier_arrive_expecting(full(stage), 2 * kKeyTile);
-      copy_box(keys, &k_map, full(stage), 0, x, 0, kv_head, rows.k_begin + end);
-      copy_box(keys + kKeyTile, &v_map, full(stage), 0, x, 0, kv_head, rows.k_begin + end);
-      if (++stage == kStages) {
-        stage = 0;
-        parity ^= 1;
-      }
-    }
+    for (unsigned n = at_once; n < blocks; ++n) ask(n);
     return;
   }
 
@@ -261,16 +262,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   keep_order(gradients);
 
   const float scale = static_cast<float>(scale_arg);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = warp_row + lane / 4 + 8 * r;
-    if (row >= rows.count) continue;
-    unsigned* target = reinterpret_cast<unsigned*>(
-        dq + rows.offset(row, dq_row_stride, dq_head_stride) + lane % 4 * 2);
-#pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) {
-      target[4 * n] = Element::pack(finished(acc[n][2 * r], scale),
-                                    finished(acc[n][2 * r + 1], scale));
-    }
-  }
+  rows.write_times<Element>({scale, scale}, acc, dq, dq_row_stride, dq_head_stride, warp_row,
+                            lane);
 }

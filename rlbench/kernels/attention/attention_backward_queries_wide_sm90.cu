@@ -65,6 +65,7 @@ static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
 static_assert(kRows == kKeys, "tiles of both have one layout");
 static_assert(kPanels % kRanks == 0, "blocks share panels");
 
+constexpr int kAsked = kPanels / kRanks;  // panels that a block asks for
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 // Named barriers: P is given, and dS comes back. Whoever writes has met the other one at the other barrier
 // since that read what was there.
@@ -138,6 +139,26 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
   if (warp < 4) {
     // --- the producer ----------------------------------------------------------------------------
     give_registers<kProducerRegisters>();
+    const auto ask = [&](unsigned n) {
+      const unsigned stage = n % kStages, round = n / kStages;
+      const unsigned keys =
+          base + kKeyStages + stage * 2 * kTileBytes + rank * kAsked * kPanelBytes;
+      const int panel = static_cast<int>(rank) * kAsked, kv_head = static_cast<int>(rows.kv_head);
+      const int x = static_cast<int>(total_k_arg) - end +  // zeros from `end` on
+                    static_cast<int>(n) * kKeys;
+      // The last stage has been released once more.
+      mbarrier_sleep(empty(stage), (round ^ (stage < kStages - 1 ? 1 : 0)) & 1);
+      mbarrier_arrive_expecting(full(stage), 2 * kTileBytes);
+      copy_box<kRanks>(keys, &k_map, full(stage), 0, x, panel, kv_head, rows.k_begin + end);
+      copy_box<kRanks>(keys + kTileBytes, &v_map, full(stage), 0, x, panel, kv_head,
+                       rows.k_begin + end);
+    };
+    const unsigned at_once = blocks < kStages - 1 ? blocks : kStages - 1;
+    if (warp == 0 && is_elected()) {
+#pragma unroll 1
+      for (unsigned n = 0; n < at_once; ++n) ask(n);
+    }
+    __syncwarp();
     rows.copy_q<kHeadDim, RowTile>(base + kRowTiles, q, q_row_stride, q_head_stride,
                                    warp * kWarpRows, lane);
     rows.copy_q<kHeadDim, RowTile>(base + kRowTiles + kTileBytes, dout, dout_row_stride,
@@ -146,29 +167,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     fence_async_proxy();  // boxes will follow there
     mbarrier_arrive(full_rows);
     if (warp > 0 || !is_elected()) return;
-    prefetch_tensor_map(&k_map);
-    prefetch_tensor_map(&v_map);
-    const int first_x = static_cast<int>(total_k_arg) - end;  // zeros from `end` on
-    const int kv_head = static_cast<int>(rows.kv_head);
-    unsigned stage = 0, round = 0;
 #pragma unroll 1
-    for (unsigned n = 0; n < blocks; ++n) {
-      const unsigned keys = base + kKeyStages + stage * 2 * kTileBytes;
-      const int x = first_x + static_cast<int>(n) * kKeys;
-      // The last stage has been released once more.
-      mbarrier_sleep(empty(stage), (round ^ (stage < kStages - 1 ? 1 : 0)) & 1);
-      mbarrier_arrive_expecting(full(stage), 2 * kTileBytes);
-      constexpr int kAsked = kPanels / kRanks;
-      const int panel = static_cast<int>(rank) * kAsked;
-      const unsigned own = keys + rank * kAsked * kPanelBytes;
-      copy_box<kRanks>(own, &k_map, full(stage), 0, x, panel, kv_head, rows.k_begin + end);
-      copy_box<kRanks>(own + kTileBytes, &v_map, full(stage), 0, x, panel, kv_head,
-                       rows.k_begin + end);
-      if (++stage == kStages) {
-        stage = 0;
-        ++round;
-      }
-    }
+    for (unsigned n = at_once; n < blocks; ++n) ask(n);
     return;
   }
 
@@ -359,16 +359,6 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
 
   const float scale = static_cast<float>(scale_arg);
   const int first_column = has_weights ? 0 : kOwnPanels * 64;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = warp_row + lane / 4 + 8 * r;
-    if (row >= rows.count) continue;
-    unsigned* target = reinterpret_cast<unsigned*>(
-        dq + rows.offset(row, dq_row_stride, dq_head_stride) + first_column + lane % 4 * 2);
-#pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) {
-      target[4 * n] = Element::pack(finished(acc[n][2 * r], scale),
-                                    finished(acc[n][2 * r + 1], scale));
-    }
-  }
+  rows.write_times<Element>({scale, scale}, acc, dq + first_column, dq_row_stride, dq_head_stride, warp_row,
+                            lane);
 }

@@ -152,10 +152,12 @@ class HopperKeys(Family):
 
     @property
     def shared_bytes(self) -> int:
-        """K and V, three stages of Q and dO and of three words of each row, barriers, and room to align
-        it all to 1024."""
-        tiles = 2 * self.tile + 3 * 2 * self.rows
-        return tiles * self.head_dim * 2 + 3 * self.rows * 12 + 7 * 8 + 1024
+        """K and V, stages of Q and dO and of three words of each row, barriers, and room to align it all
+        to 1024."""
+        stages = 6 if self.head_dim == 64 else 3
+        tiles = 2 * self.tile + stages * 2 * self.rows
+        barriers = (2 * stages + 1) * 8
+        return tiles * self.head_dim * 2 + stages * self.rows * 12 + barriers + 1024
 
 
 @dataclass(frozen=True)

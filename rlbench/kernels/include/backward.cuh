@@ -2,6 +2,7 @@
 #pragma once
 
 #include "numeric.cuh"
+#include "tile_rows.cuh"
 
 namespace rlbench {
 
@@ -59,8 +60,8 @@ __device__ __forceinline__ float delta_of(const unsigned short* out, const unsig
   out += lane % 4 * 2;
   dout += lane % 4 * 2;
   float sum = 0.0f;
-#pragma unroll 4
-  for (int t = 0; t < kHeadDim / 8; ++t) {
+#pragma unroll 16
+  for (int t = 0; t < kHeadDim / 8; ++t) {  // so many loads at a time
     const unsigned o = present ? *reinterpret_cast<const unsigned*>(out + 8 * t) : 0;
     const unsigned d = present ? *reinterpret_cast<const unsigned*>(dout + 8 * t) : 0;
     sum = __fmaf_rn(Element::value(d & 0xffff), Element::value(o & 0xffff), sum);
@@ -121,6 +122,54 @@ struct SeeingRows {
   }
 };
 
+// What finds the statistics of blocks of rows, one block after the other, by the lanes of a warp. Blocks are
+// whole positions, so a lane's rows are the same heads in all of them.
+template <int kRows>
+class RowFinder {
+  static constexpr int kOwn = kRows / 32;
+  const float *lse, *delta;
+  long long step;  // from a block to the next one
+  int position[kOwn];
+  int positions, q_length, more_keys;
+  long long at[kOwn];
+  bool causal;
+
+ public:
+  float scaled[kOwn], deltas[kOwn];
+  int limits[kOwn];
+
+  // Every `stride`-th block from `first` on.
+  __device__ __forceinline__ RowFinder(const SeeingRows<kRows>& seeing, int k_length,
+                                       unsigned first, unsigned stride, unsigned kv_head,
+                                       unsigned kv_heads, unsigned group, bool causal,
+                                       const float* lse, const float* delta, int lane)
+      : lse(lse), delta(delta), positions(static_cast<int>(kRows / group * stride)),
+        q_length(seeing.q_length), more_keys(k_length - seeing.q_length), causal(causal) {
+    const long long heads = static_cast<long long>(kv_heads) * group;
+    step = positions * heads;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const unsigned row = static_cast<unsigned>(lane + 32 * i);
+      position[i] = static_cast<int>((seeing.first_block + first) * (kRows / group) + row / group);
+      at[i] = (static_cast<long long>(seeing.q_end - q_length) + position[i]) * heads +
+              kv_head * group + row % group;
+    }
+  }
+
+  // Starts reading what there is of a block, and goes on to the next one.
+  __device__ __forceinline__ void find() {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const bool present = position[i] < q_length;
+      scaled[i] = present ? lse[at[i]] : -kInfinity;
+      deltas[i] = present ? delta[at[i]] : 0.0f;
+      limits[i] = present ? more_keys + (causal ? position[i] + 1 : q_length) : 0;
+      position[i] += positions;
+      at[i] += step;
+    }
+  }
+};
+
 // What is needed of a block's rows, in shared memory. Where products are keys by rows, a lane has the
 // rows 8 j + 2 c and the next one, and the keys g and g + 8.
 template <int kRows>
@@ -128,31 +177,28 @@ struct alignas(16) RowStats {
   float scaled[kRows], delta[kRows];
   int limits[kRows];  // keys that they see
 
-  // By kThreads threads; zeros, and no weights, where there is no row. Calls may_write() when it knows what
-  // to write.
-  template <int kThreads, class Rows, class MayWrite>
+  // By kThreads threads; zeros, and no weights, where there is no row.
+  template <int kThreads, class Rows>
   __device__ __forceinline__ void find(const Rows& rows, const float* lse, const float* all_deltas,
-                                       int thread, const MayWrite& may_write) {
-    constexpr int kOwn = (kRows + kThreads - 1) / kThreads;
-    float own_scaled[kOwn], own_delta[kOwn];
-    int own_limit[kOwn];
+                                       int thread) {
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int row = thread + i * kThreads;
+    for (int row = thread; row < kRows; row += kThreads) {
       const bool present = row < rows.count;
       const long long at = present ? rows.offset(row, rows.heads(), 1) : 0;
-      own_scaled[i] = present ? scaled_lse(lse[at]) : kInfinity;
-      own_delta[i] = present ? all_deltas[at] : 0.0f;
-      own_limit[i] = present ? rows.limit(row) : 0;
+      scaled[row] = present ? scaled_lse(lse[at]) : kInfinity;
+      delta[row] = present ? all_deltas[at] : 0.0f;
+      limits[row] = present ? rows.limit(row) : 0;
     }
-    may_write();
+  }
+
+  // What a warp has found.
+  __device__ __forceinline__ void take(const RowFinder<kRows>& found, int lane) {
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int row = thread + i * kThreads;
-      if (row >= kRows) continue;
-      scaled[row] = own_scaled[i];
-      delta[row] = own_delta[i];
-      limits[row] = own_limit[i];
+    for (int i = 0; i < kRows / 32; ++i) {
+      const int row = lane + 32 * i;
+      scaled[row] = scaled_lse(found.scaled[i]);
+      delta[row] = found.deltas[i];
+      limits[row] = found.limits[i];
     }
   }
 
@@ -209,27 +255,15 @@ __device__ __forceinline__ void round_all(unsigned (&rounded)[kTiles / 2][4],
   }
 }
 
-// The end of every sum. Adding +0 makes -0, which blocks without a seen key could turn into +0, +0.
-__device__ __forceinline__ float finished(float sum, float scale) {
-  return __fmaf_rn(sum, scale, 0.0f);
-}
-
 // Writes a lane's sums of two keys, the first of which is in that row of the gradient. There are `left`
-// keys from it on.
+// keys from it on. Adding +0 makes -0, which blocks without a seen key could turn into +0, +0.
 template <class Element, int kDimTiles>
 __device__ __forceinline__ void write_key_gradients(const float (&sums)[kDimTiles][4], float scale,
                                                     unsigned short* gradient, long long row_stride,
                                                     long long row, int left, int lane) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (8 * r >= left) continue;
-    unsigned* target =
-        reinterpret_cast<unsigned*>(gradient + (row + 8 * r) * row_stride + lane % 4 * 2);
-#pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) {
-      target[4 * n] = Element::pack(finished(sums[n][2 * r], scale),
-                                    finished(sums[n][2 * r + 1], scale));
-    }
+    write_row<Element>(sums, r, scale, gradient + (row + 8 * r) * row_stride, 8 * r < left, lane);
   }
 }
 
