@@ -22,7 +22,7 @@ from attention_calls import (
     skip_without_gpu,
 )
 
-from rlbench.kernels.attention import attention
+from rlbench.kernels.attention import attention, backward, gradient, operator
 
 skip_without_gpu()
 
@@ -111,6 +111,30 @@ def test_again_is_the_same(shape: tuple[int, int, int], generator: torch.Generat
         assert all(map(equal, run(sequences, douts), first))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [True, False])
+def test_chunks_of_a_long_sequence(
+    head_dim: int, causal: bool, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thread blocks that wait for each other: right, repeatable, and the generic kernels' bits."""
+    shape = 16, 2, head_dim
+    assert 5000 * 8 > 2 * backward.CHUNK_ROWS
+    lengths = [(5000, 5000), (100, 100), (3000, 6000), (4100, 80)]
+    sequences = [make(lq, lk, shape, torch.bfloat16, generator) for lq, lk in lengths]
+    douts = [dout_of(sequence, generator) for sequence in sequences]
+    want = run(sequences, douts, causal=causal)
+    for _ in range(3):
+        assert all(map(equal, run(sequences, douts, causal=causal), want))
+    for sequence, dout, its in zip(sequences, douts, want, strict=True):
+        assert equal(run([sequence], [dout], causal=causal)[0], its)
+    for got, right in zip(want[0], in_fp64(sequences[0], douts[0], causal=causal), strict=True):
+        assert (got.double() - right).norm() <= 1.2 * 2.0**-8 * right.norm()
+    monkeypatch.setenv("RLBENCH_ATTENTION_HOPPER", "0")
+    monkeypatch.setattr(gradient, "_plans", {})
+    monkeypatch.setattr(operator, "_plans", {})
+    assert all(map(equal, run(sequences, douts, causal=causal), want))
+
+
 def test_a_row_of_no_sequence_has_no_gradient(generator: torch.Generator) -> None:
     sequence = make(50, 60, (4, 2, 128), torch.bfloat16, generator)
     q, k, v = (t.clone().requires_grad_() for t in sequence)
@@ -158,7 +182,7 @@ def test_compiled_is_eager(generator: torch.Generator) -> None:
 def test_another_process_has_the_same() -> None:
     program = """
 import hashlib, torch
-from rlbench.kernels.attention import attention
+from rlbench.kernels.attention import attention, backward, gradient, operator
 g = torch.Generator(device="cuda").manual_seed(7)
 q, k, v = (torch.randn(700, h, 128, device="cuda", generator=g).bfloat16().requires_grad_() for h in (8, 2, 2))
 cu = torch.tensor([0, 700], dtype=torch.int32, device="cuda")

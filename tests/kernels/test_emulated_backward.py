@@ -150,6 +150,36 @@ def test_tiles_and_schedules_do_not_matter(case: Case, tile: int, schedule: Sche
     assert_same_bits(run(problem, schedule, tile=tile), run(problem))
 
 
+LONG = {
+    # Chunks begin in tiles, and where nobody sees a tile's keys; a sequence without keys, one without rows.
+    64: Case(64, torch.float16, None, 8, 2, ((100, 100), (0, 70), (9, 0), (50, 300))),
+    128: Case(128, torch.float16, None, 4, 1, ((200, 300), (3, 70), (0, 70), (9, 0))),
+    256: Case(256, torch.float16, None, 8, 1, ((70, 140), (0, 70), (9, 0), (5, 5))),
+}
+
+
+@pytest.mark.parametrize("head_dim", LONG)
+@pytest.mark.parametrize("schedule", [EAGER, LAZY_SHUFFLED], ids=str)
+def test_chunks_are_added_up_in_their_order(
+    head_dim: int,
+    schedule: Schedule,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    problem = problem_of(LONG[head_dim])
+    whole = run(problem)
+    monkeypatch.setattr(backward, "CHUNK_ROWS", 128)
+    program.cache_clear()  # builds take it
+    request.addfinalizer(program.cache_clear)
+    want = run(problem)
+    assert not torch.equal(bits(want.dk), bits(whole.dk)), "chunks are no part of the sums"
+    assert torch.equal(bits(want.dq), bits(whole.dq))
+    for one, other in zip(want, in_fp64(problem, dout_of(problem.case)), strict=True):
+        assert (one.double() - other).norm() <= 1.2 * 2.0**-11 * other.norm()
+    assert_same_bits(run(problem, schedule, tile=32), want)
+    assert_same_bits(run(problem, schedule, hopper=True), want)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("schedule", [EAGER, SHUFFLED, LAZY, LAZY_SHUFFLED], ids=str)
 def test_hopper_has_the_generic_kernels_bits(case: Case, schedule: Schedule) -> None:

@@ -16,7 +16,7 @@
 #include "tile_rows.cuh"
 
 // The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), TILE_KEYS (a multiple of 16),
-// SHARED_BYTES (what the launch reserves), KERNEL_NAME.
+// CHUNK_ROWS, SHARED_BYTES (what the launch reserves), KERNEL_NAME.
 
 using namespace rlbench;
 
@@ -75,12 +75,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
 
   const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
   const unsigned group = static_cast<unsigned>(group_arg);
-  const unsigned kv_head = blockIdx.x % kv_heads;
-  const KeyTileOf<kTileKeys> tile(blockIdx.x / kv_heads, cu_seqlens_k,
+  const unsigned units = static_cast<unsigned>(units_arg);
+  const ChunkOrder order(blockIdx.x % units, blockIdx.x / units, delta, flags_at_arg, waiting_at_arg,
+                         kThreads * kDimTiles);
+  const unsigned kv_head = order.unit % kv_heads;
+  const KeyTileOf<kTileKeys> tile(order.unit / kv_heads, cu_seqlens_k,
                                   static_cast<unsigned>(sequences_arg));
-  if (!tile.exists) return;
+  const SeeingRows<kRows, CHUNK_ROWS> seeing(tile, order.chunk, cu_seqlens_q, group,
+                                             causal_arg != 0);
+  if (!seeing.exists) return;
   const int k_begin = tile.begin, k_length = tile.length, first_key = tile.first_key;
-  const SeeingRows<kRows> seeing(tile, cu_seqlens_q, group, causal_arg != 0);
 
   const Strides k_strides = {0, k_row_stride, k_head_stride};
   const Strides v_strides = {0, v_row_stride, v_head_stride};
@@ -142,6 +146,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
   }
 
   copy_async_wait_all();  // of keys that nobody sees
+  const int thread = static_cast<int>(threadIdx.x);
+  if (!seeing.is_first) order.add_earlier(acc, 0, 0, thread);
+  if (!seeing.is_last) {
+    order.leave_sums(acc, 0, thread);
+    __syncthreads();
+    if (thread == 0) order.say_done(0);
+    return;
+  }
   write_key_gradients<Element>(acc, has_values ? 1.0f : static_cast<float>(scale_arg),
                                has_values ? dv + kv_head * dv_head_stride
                                           : dk + kv_head * dk_head_stride,

@@ -23,8 +23,8 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-// The build's defines: HEAD_DIM (64, 128), ELEMENT (Bf16, Fp16), SHARED_BYTES (what the launch reserves),
-// KERNEL_NAME.
+// The build's defines: HEAD_DIM (64, 128), ELEMENT (Bf16, Fp16), CHUNK_ROWS, SHARED_BYTES (what the launch
+// reserves), KERNEL_NAME.
 
 using namespace rlbench;
 
@@ -49,8 +49,9 @@ constexpr int kKeyTiles = 0;                // K and V
 constexpr int kRowStages = 2 * kKeyTile;    // Q and dO each
 constexpr int kStats = kRowStages + kStages * 2 * kRowTile;
 constexpr int kBarriers = kStats + kStages * static_cast<int>(sizeof(RowStats<kRows>));
+constexpr int kTask = kBarriers + (2 * kStages + 1) * 8;
 constexpr int kAlignment = 1024;
-constexpr int kSharedBytes = kBarriers + (2 * kStages + 1) * 8 + kAlignment;
+constexpr int kSharedBytes = kTask + static_cast<int>(sizeof(KeyTask)) + kAlignment;
 
 static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
 static_assert(kHeadDim <= 128, "registers");
@@ -86,15 +87,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
   const unsigned group = static_cast<unsigned>(group_arg);
-  const unsigned kv_head = blockIdx.x % kv_heads;
-  const KeyTileOf<kTileKeys> tile(blockIdx.x / kv_heads, cu_seqlens_k,
+  const unsigned unit = blockIdx.x % static_cast<unsigned>(units_arg);
+  const unsigned chunk = blockIdx.x / static_cast<unsigned>(units_arg);
+  const unsigned kv_head = unit % kv_heads;
+  const KeyTileOf<kTileKeys> tile(unit / kv_heads, cu_seqlens_k,
                                   static_cast<unsigned>(sequences_arg));
-  if (!tile.exists) return;
+  using Seeing = SeeingRows<kRows, CHUNK_ROWS>;
+  const Seeing seeing(tile, chunk, cu_seqlens_q, group, causal_arg != 0);
+  if (!seeing.exists) return;
   const int k_begin = tile.begin, k_length = tile.length, first_key = tile.first_key;
-  const SeeingRows<kRows> seeing(tile, cu_seqlens_q, group, causal_arg != 0);
   const unsigned blocks = seeing.blocks;
 
+  KeyTask& task = *reinterpret_cast<KeyTask*>(aligned + kTask);
   if (threadIdx.x == 0) {
+    task = {first_key, k_begin, k_length, kv_head, unit, chunk, seeing.is_first, seeing.is_last};
     for (unsigned stage = 0; stage < kStages; ++stage) {
       mbarrier_init(full(stage), 1 + 32);
       mbarrier_init(empty(stage), kConsumerThreads / 32);
@@ -143,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else {
       // Each has stages of its own: it has to see all of their phases.
       const unsigned first = static_cast<unsigned>(warp) - 1;
-      RowFinder<kRows> finder(seeing, k_length, first, 3, kv_head, kv_heads, group, causal_arg != 0,
+      RowFinder<kRows, Seeing> finder(seeing, k_length, first, 3, kv_head, kv_heads, group, causal_arg != 0,
                               lse, delta, lane);
       finder.find();
 #pragma unroll 1
@@ -332,10 +338,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   end_sums();
 
-  const int key = key_of();
-  const long long first_row = static_cast<long long>(k_begin) + key;
-  write_key_gradients<Element>(sum_v, 1.0f, dv + kv_head * dv_head_stride, dv_row_stride, first_row,
-                               k_length - key, lane);
-  write_key_gradients<Element>(sum_k, static_cast<float>(scale_arg), dk + kv_head * dk_head_stride,
-                               dk_row_stride, first_row, k_length - key, lane);
+  const int consumer = warp / 4 - 1, thread = (warp - 4) * 32 + lane;
+  constexpr int kSecond = kConsumerThreads * kDimTiles;
+  const ChunkOrder order(task.unit, task.chunk, delta, flags_at_arg, waiting_at_arg, 2 * kSecond);
+  if (!task.is_first) {
+    order.add_earlier(sum_v, consumer, 0, thread);
+    order.add_earlier(sum_k, consumer, kSecond, thread);
+  }
+  if (!task.is_last) {
+    order.leave_sums(sum_v, 0, thread);
+    order.leave_sums(sum_k, kSecond, thread);
+    named_barrier(1 + consumer, 128);
+    if (thread % 128 == 0) order.say_done(consumer);
+    return;
+  }
+  const int own = (warp - 4) * 16 + lane / 4;  // this lane's first key
+  const int left = task.k_length - task.first_key - own;
+  const long long first_row = static_cast<long long>(task.k_begin) + task.first_key + own;
+  write_key_gradients<Element>(sum_v, 1.0f, dv + task.kv_head * dv_head_stride, dv_row_stride,
+                               first_row, left, lane);
+  write_key_gradients<Element>(sum_k, static_cast<float>(scale_arg),
+                               dk + task.kv_head * dk_head_stride, dk_row_stride, first_row, left,
+                               lane);
 }

@@ -33,8 +33,8 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-// The build's defines: HEAD_DIM (128, 256), ELEMENT (Bf16, Fp16), RANKS (1, 2: blocks of a cluster),
-// SHARED_BYTES (what the launch reserves), KERNEL_NAME.
+// The build's defines: HEAD_DIM (128, 256), ELEMENT (Bf16, Fp16), CHUNK_ROWS, RANKS (1, 2: blocks of a
+// cluster), SHARED_BYTES (what the launch reserves), KERNEL_NAME.
 
 using namespace rlbench;
 
@@ -59,8 +59,9 @@ constexpr int kRowStages = 2 * kTileBytes;         // Q and dO each
 constexpr int kExchange = kRowStages + kStages * 2 * kTileBytes;  // P
 constexpr int kStats = kExchange + 128 * kRowTiles * 16;
 constexpr int kBarriers = kStats + kStages * static_cast<int>(sizeof(RowStats<kRows>));
+constexpr int kTask = kBarriers + (2 * kStages + 1) * 8;
 constexpr int kAlignment = 1024;
-constexpr int kSharedBytes = kBarriers + (2 * kStages + 1) * 8 + kAlignment;
+constexpr int kSharedBytes = kTask + static_cast<int>(sizeof(KeyTask)) + kAlignment;
 
 static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
 static_assert(kTileKeys == kRows, "tiles of both have one layout");
@@ -68,7 +69,7 @@ static_assert(kPanels % kRanks == 0, "blocks share panels");
 
 constexpr int kAsked = kPanels / kRanks;  // panels that a block asks for
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-constexpr int kGiven = 1, kTaken = 2;  // named barriers, of P
+constexpr int kGiven = 1, kTaken = 2, kLeft = 3;  // named barriers: P's; and that sums are left
 
 struct KeyTile {
   static constexpr int kRowBytes = 128;
@@ -103,18 +104,23 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
 
   const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
   const unsigned group = static_cast<unsigned>(group_arg);
-  const unsigned place = blockIdx.x / kRanks;
+  const unsigned unit = blockIdx.x % static_cast<unsigned>(units_arg);
+  const unsigned chunk = blockIdx.x / static_cast<unsigned>(units_arg);
+  const unsigned place = unit / kRanks;
   const unsigned rank = kRanks > 1 ? cluster_rank() : 0;
   const unsigned kv_head = place % kv_heads;
   const KeyTileOf<kRanks * kTileKeys> tiles(place / kv_heads, cu_seqlens_k,
                                             static_cast<unsigned>(sequences_arg));
-  if (!tiles.exists) return;
+  using Seeing = SeeingRows<kRows, CHUNK_ROWS>;
+  const Seeing seeing(tiles, chunk, cu_seqlens_q, group, causal_arg != 0);
+  if (!seeing.exists) return;
   const int k_begin = tiles.begin, k_length = tiles.length;
   const int first_key = tiles.first_key + static_cast<int>(rank) * kTileKeys;
-  const SeeingRows<kRows> seeing(tiles, cu_seqlens_q, group, causal_arg != 0);
   const unsigned blocks = seeing.blocks;
 
+  KeyTask& task = *reinterpret_cast<KeyTask*>(aligned + kTask);
   if (threadIdx.x == 0) {
+    task = {first_key, k_begin, k_length, kv_head, unit, chunk, seeing.is_first, seeing.is_last};
     for (unsigned stage = 0; stage < kStages; ++stage) {
       mbarrier_init(full(stage), 1 + 32);
       mbarrier_init(empty(stage), kRanks * kConsumerThreads / 32);
@@ -169,7 +175,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
       for (unsigned n = at_once; n < blocks; ++n) ask(n);
     } else if (warp <= kStages) {  // each has one stage
       const unsigned stage = static_cast<unsigned>(warp) - 1;
-      RowFinder<kRows> finder(seeing, k_length, stage, kStages, kv_head, kv_heads, group,
+      RowFinder<kRows, Seeing> finder(seeing, k_length, stage, kStages, kv_head, kv_heads, group,
                               causal_arg != 0, lse, delta, lane);
       finder.find();
 #pragma unroll 1
@@ -188,7 +194,6 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
   const bool has_values = warp < 8;  // dV, else dK
   const unsigned thread = threadIdx.x % 128;
   const float scale_log2 = __shfl_sync(kFullWarp, static_cast<float>(scale_log2_arg), 0);
-  const int key = first_key + warp % 4 * 16 + lane / 4;  // this lane's, and eight on
 
   float scores[kRowTiles][4];
   float acc[kDimTiles][4] = {};
@@ -227,7 +232,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     const RowStats<kRows>& stats = *stats_of(n % kStages);
     if (has_values) {
       // Rows ascend, so the first one sees the fewest keys. Absent ones have no weights anyway.
-      if (stats.limits[0] < first_key + kTileKeys) stats.hide(scores, key, lane);
+      if (stats.limits[0] < first_key + kTileKeys) stats.hide(scores, first_key + again(warp) % 4 * 16 + again(lane) / 4, lane);
       stats.weigh(scores, scale_log2, lane);
       if (n > 0) named_barrier(kTaken, kConsumerThreads);
 #pragma unroll
@@ -287,9 +292,21 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     cluster_end();
     cluster_wait_for_others();
   }
+  const int consumer = has_values ? 0 : 1, all = consumer * 128 + static_cast<int>(thread);
+  const ChunkOrder order(task.unit, task.chunk, delta, flags_at_arg, waiting_at_arg,
+                         kConsumerThreads * kDimTiles);
+  if (!task.is_first) order.add_earlier(acc, consumer, 0, all);
+  if (!task.is_last) {
+    order.leave_sums(acc, 0, all);
+    named_barrier(kLeft + consumer, 128);
+    if (thread == 0) order.say_done(consumer);
+    return;
+  }
+  const int own = warp % 4 * 16 + lane / 4;  // this lane's first key
   write_key_gradients<Element>(acc, has_values ? 1.0f : static_cast<float>(scale_arg),
-                               has_values ? dv + kv_head * dv_head_stride
-                                          : dk + kv_head * dk_head_stride,
+                               has_values ? dv + task.kv_head * dv_head_stride
+                                          : dk + task.kv_head * dk_head_stride,
                                has_values ? dv_row_stride : dk_row_stride,
-                               static_cast<long long>(k_begin) + key, k_length - key, lane);
+                               static_cast<long long>(task.k_begin) + task.first_key + own,
+                               task.k_length - task.first_key - own, lane);
 }

@@ -86,6 +86,7 @@ __device__ __forceinline__ void multiply(float (&product)[kKeyTiles][4], unsigne
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_BACKWARD_PARAMETERS, long long tiles_arg) {
+  reset_flags<kThreads>(delta, flags_at_arg, units_arg, chunks_arg);
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const unsigned q_tile = shared_address(shared_memory);
   const unsigned dout_tile = q_tile + kTileRows * kRowBytes;

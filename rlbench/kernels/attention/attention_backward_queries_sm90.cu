@@ -64,6 +64,7 @@ using Rows = TileRows<kTileRows, false>;
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_BACKWARD_PARAMETERS, long long tiles_arg, long long total_k_arg,
                 const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
+  reset_flags<kThreads>(delta, flags_at_arg, units_arg, chunks_arg);
   extern __shared__ unsigned char shared_memory[];
   const unsigned misaligned = shared_address(shared_memory) % kAlignment;
   unsigned char* aligned = shared_memory + (misaligned ? kAlignment - misaligned : 0);

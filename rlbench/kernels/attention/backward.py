@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from rlbench.kernels.attention.tensor_map import TensorMap
 
 DELTA = 9
-"""Which of the kernels' pointers is scratch memory: a float for every row."""
+"""Which of the kernels' pointers is scratch memory: a float for every row, and what chunks hand on."""
+CHUNK_ROWS = 16384
+"""(position, head in group) pairs whose contributions to dk and dv are one chain; part of the definition."""
+_TASK = 32  # bytes of a thread block's task
 _CAPABILITIES = range(9, 10)  # wgmma
 _SMALL_TILE = 32  # where there is little shared memory, at head dim 256
 
@@ -134,7 +137,7 @@ class Keys(Queries):
     def defines(self) -> dict[str, str | int]:
         """The macros that the source takes."""
         rest = {name: value for name, value in super().defines.items() if name != "TILE_ROWS"}
-        return {**rest, "TILE_KEYS": self.tile}
+        return {**rest, "TILE_KEYS": self.tile, "CHUNK_ROWS": CHUNK_ROWS}
 
 
 @dataclass(frozen=True)
@@ -152,12 +155,17 @@ class HopperKeys(Family):
 
     @property
     def shared_bytes(self) -> int:
-        """K and V, stages of Q and dO and of three words of each row, barriers, and room to align it all
-        to 1024."""
+        """K and V, stages of Q and dO and of three words of each row, barriers, the task, and room to align it
+        all to 1024."""
         stages = 6 if self.head_dim == 64 else 3
         tiles = 2 * self.tile + stages * 2 * self.rows
         barriers = (2 * stages + 1) * 8
-        return tiles * self.head_dim * 2 + stages * self.rows * 12 + barriers + 1024
+        return tiles * self.head_dim * 2 + stages * self.rows * 12 + barriers + _TASK + 1024
+
+    @property
+    def defines(self) -> dict[str, str | int]:
+        """The macros that the source takes."""
+        return {**super().defines, "CHUNK_ROWS": CHUNK_ROWS}
 
 
 @dataclass(frozen=True)
@@ -179,12 +187,12 @@ class WideHopperKeys(Family):
         it all to 1024."""
         tiles = 2 * self.tile + 2 * 2 * self.rows
         said = 128 * self.rows * 2 + 2 * self.rows * 12
-        return tiles * self.head_dim * 2 + said + 5 * 8 + 1024
+        return tiles * self.head_dim * 2 + said + 5 * 8 + _TASK + 1024
 
     @property
     def defines(self) -> dict[str, str | int]:
         """The macros that the source takes."""
-        return {**super().defines, "RANKS": self.ranks}
+        return {**super().defines, "RANKS": self.ranks, "CHUNK_ROWS": CHUNK_ROWS}
 
 
 @dataclass(frozen=True)
@@ -271,14 +279,22 @@ def plan(request: Backward) -> Plan:
     tiles = -(-request.max_seqlen_q * request.group // (queries.tile * queries.ranks))
     # One more for each sequence, since none has to end where a tile does.
     key_tiles = request.k.shape[0] // (keys.tile * keys.ranks) + request.sequences
-    units = request.kv_heads * request.sequences
-    blocks = tiles * units * queries.ranks, key_tiles * request.kv_heads * keys.ranks
+    units = key_tiles * request.kv_heads * keys.ranks
+    chunks = -(-request.max_seqlen_q * request.group // CHUNK_ROWS)
+    query_blocks = tiles * request.kv_heads * request.sequences * queries.ranks
+    blocks = query_blocks, units * chunks
     if max(blocks) > MAX_GRID:
         raise ValueError(
             f"max_seqlen_q {request.max_seqlen_q} and {request.k.shape[0]} keys for "
             f"{request.sequences} sequences need {max(blocks)} thread blocks; at most {MAX_GRID} "
             "can be started"
         )
+
+    # Scratch: delta, flags, and the sums that chunks hand on, of two gradients.
+    flags_at = _aligned(request.q.shape[0] * request.q.shape[1])
+    waiting_at = flags_at + (_aligned(2 * units) if chunks > 1 else 0)
+    work = waiting_at + (units * keys.tile * request.q.shape[2] * 2 if chunks > 1 else 0)
+    order = units, chunks, flags_at, waiting_at
 
     def launch(
         build: Queries | HopperQueriesBuild | HopperKeysBuild,
@@ -288,7 +304,7 @@ def plan(request: Backward) -> Plan:
     ) -> Launch:
         config = LaunchConfig(grid=grid, block=build.threads, shmem_size=build.shared_bytes)
         kernel = kernel_of(build, request.device)
-        return Launch(config, kernel, (*request.numbers, *own), maps)
+        return Launch(config, kernel, (*request.numbers, *order, *own), maps)
 
     # Kernels with maps also take the number of their tensors' rows.
     numbers = (
@@ -299,8 +315,12 @@ def plan(request: Backward) -> Plan:
         launch(queries, blocks[0], numbers[0], key_maps),
         launch(keys, blocks[1], numbers[1], maps),
     )
-    delta = request.q.shape[0] * request.q.shape[1]
-    return Plan(request.device, launches, delta, DELTA)
+    return Plan(request.device, launches, work, DELTA)
+
+
+def _aligned(elements: int) -> int:
+    """fp32 elements, to 16 bytes."""
+    return -(-elements // 4) * 4
 
 
 def _queries_of(

@@ -1,8 +1,10 @@
 // What the kernels of the backward have in common: their parameters, and how a weight is found again.
 #pragma once
 
+#include "flags.cuh"
 #include "numeric.cuh"
 #include "tile_rows.cuh"
+#include "waiting.cuh"
 
 namespace rlbench {
 
@@ -11,7 +13,8 @@ namespace rlbench {
 //
 // q, out, dout, dq  [total_q, group * kv_heads, head_dim]
 // k, v, dk, dv      [total_k, kv_heads, head_dim]
-// lse, delta        [total_q, group * kv_heads]; delta is scratch
+// lse               [total_q, group * kv_heads]
+// delta             the same, and scratch memory behind it: see ChunkOrder
 // cu_seqlens_q, _k  [sequences + 1]
 #define RLBENCH_BACKWARD_PARAMETERS                                                               \
   const unsigned short *__restrict__ q, const unsigned short *__restrict__ k,                     \
@@ -26,7 +29,8 @@ namespace rlbench {
       long long dout_head_stride, long long dq_row_stride, long long dq_head_stride,              \
       long long dk_row_stride, long long dk_head_stride, long long dv_row_stride,                 \
       long long dv_head_stride, long long kv_heads_arg, long long group_arg,                      \
-      long long sequences_arg, long long causal_arg, double scale_arg, double scale_log2_arg
+      long long sequences_arg, long long causal_arg, double scale_arg, double scale_log2_arg,     \
+      long long units_arg, long long chunks_arg, long long flags_at_arg, long long waiting_at_arg
 
 // The same value, of which the compiler does not know: what follows from it is computed again, and takes no
 // register until then.
@@ -102,29 +106,106 @@ struct KeyTileOf {
   }
 };
 
-// The rows that see some key of a tile: those of its sequence from the first position on that sees the
-// tile's first key, in blocks.
-template <int kRows>
+// The rows of a chunk that see some key of a tile, in blocks. Rows see one from the first position on that
+// sees the tile's first key.
+template <int kRows, int kChunkRows>
 struct SeeingRows {
+  static_assert(kChunkRows % kRows == 0, "a block is in one chunk");
   int q_end, q_length;
   unsigned first_block, blocks;
+  bool is_first, is_last;  // of the chunks in which there are such rows; or there are none at all
+  bool exists;             // so there is something to do
 
   template <class Tile>
-  __device__ __forceinline__ SeeingRows(const Tile& tile, const int* cu_seqlens_q, unsigned group,
-                                        bool causal)
+  __device__ __forceinline__ SeeingRows(const Tile& tile, unsigned chunk, const int* cu_seqlens_q,
+                                        unsigned group, bool causal)
       : q_end(cu_seqlens_q[tile.sequence + 1]), q_length(q_end - cu_seqlens_q[tile.sequence]) {
+    constexpr unsigned kChunk = kChunkRows / kRows;
     const int before = tile.first_key - (tile.length - q_length);
     const long long first_position = causal && before > 0 ? before : 0;
     const long long rows = static_cast<long long>(q_length) * group;
-    first_block = static_cast<unsigned>(first_position * group / kRows);
+    const unsigned first = static_cast<unsigned>(first_position * group / kRows);
     const unsigned end = static_cast<unsigned>((rows + kRows - 1) / kRows);
-    blocks = end > first_block ? end - first_block : 0;
+    first_block = first > chunk * kChunk ? first : chunk * kChunk;
+    const unsigned chunk_end = end < (chunk + 1) * kChunk ? end : (chunk + 1) * kChunk;
+    blocks = chunk_end > first_block ? chunk_end - first_block : 0;
+    is_first = first >= end || chunk == first / kChunk;
+    is_last = first >= end || chunk_end == end;
+    exists = tile.exists && (blocks > 0 || (first >= end && chunk == 0));
   }
 };
 
+// The sums of a unit, a tile of keys under one KV head, over chunk after chunk. Each chunk is a thread block of its
+// own, whose threads add theirs to what the one before has left in memory. Chunks of a unit are started in their order.
+struct ChunkOrder {
+  unsigned unit, chunk;
+  unsigned* flags;  // two for each unit: chunks that are done
+  float4* waiting;
+
+  // sums: float4s of the unit.
+  __device__ __forceinline__ ChunkOrder(unsigned unit, unsigned chunk, float* scratch,
+                                        long long flags_at, long long waiting_at, int sums)
+      : unit(unit),
+        chunk(chunk),
+        flags(reinterpret_cast<unsigned*>(scratch + flags_at) + 2 * unit),
+        waiting(reinterpret_cast<float4*>(scratch + waiting_at) +
+                static_cast<long long>(unit) * sums) {}
+
+  // Of threads that share a flag. `thread`: of the block's.
+  template <int kTiles>
+  __device__ __forceinline__ void add_earlier(float (&sums)[kTiles][4], int flag, int first,
+                                              int thread) const {
+    if (thread % 32 == 0) await_flag(flags + flag, chunk);
+    __syncwarp();
+    const float4* const there = place(first, kTiles, thread);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const float4 earlier = read_current(there + n * 32);
+      sums[n][0] = __fadd_rn(earlier.x, sums[n][0]);
+      sums[n][1] = __fadd_rn(earlier.y, sums[n][1]);
+      sums[n][2] = __fadd_rn(earlier.z, sums[n][2]);
+      sums[n][3] = __fadd_rn(earlier.w, sums[n][3]);
+    }
+  }
+
+  template <int kTiles>
+  __device__ __forceinline__ void leave_sums(const float (&sums)[kTiles][4], int first,
+                                             int thread) const {
+    leave(place(first, kTiles, thread), sums);
+  }
+
+  // After all threads that share the flag have left theirs.
+  __device__ __forceinline__ void say_done(int flag) const { set_flag(flags + flag, chunk + 1); }
+
+ private:
+  // first: where the sums of the unit's first thread are.
+  __device__ __forceinline__ float4* place(int first, int tiles, int thread) const {
+    return waiting + first + thread / 32 * 32 * tiles + thread % 32;
+  }
+};
+
+// What a thread block has to know once its sums are there, in shared memory: registers are scarce till then.
+struct KeyTask {
+  int first_key, k_begin, k_length;  // of the tile, and its sequence
+  unsigned kv_head, unit, chunk;
+  int is_first, is_last;  // chunk
+};
+
+// Nothing is done yet; by the grid before the one that waits.
+template <int kThreads>
+__device__ __forceinline__ void reset_flags(float* scratch, long long flags_at, long long units,
+                                            long long chunks) {
+  if (chunks == 1) return;
+  unsigned* const flags = reinterpret_cast<unsigned*>(scratch + flags_at);
+  for (long long i = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x; i < 2 * units;
+       i += static_cast<long long>(gridDim.x) * kThreads) {
+    flags[i] = 0;
+  }
+}
+
 // What finds the statistics of blocks of rows, one block after the other, by the lanes of a warp. Blocks are
 // whole positions, so a lane's rows are the same heads in all of them.
-template <int kRows>
+template <int kRows, class Seeing>
 class RowFinder {
   static constexpr int kOwn = kRows / 32;
   const float *lse, *delta;
@@ -139,7 +220,7 @@ class RowFinder {
   int limits[kOwn];
 
   // Every `stride`-th block from `first` on.
-  __device__ __forceinline__ RowFinder(const SeeingRows<kRows>& seeing, int k_length,
+  __device__ __forceinline__ RowFinder(const Seeing& seeing, int k_length,
                                        unsigned first, unsigned stride, unsigned kv_head,
                                        unsigned kv_heads, unsigned group, bool causal,
                                        const float* lse, const float* delta, int lane)
@@ -192,7 +273,8 @@ struct alignas(16) RowStats {
   }
 
   // What a warp has found.
-  __device__ __forceinline__ void take(const RowFinder<kRows>& found, int lane) {
+  template <class Finder>
+  __device__ __forceinline__ void take(const Finder& found, int lane) {
 #pragma unroll
     for (int i = 0; i < kRows / 32; ++i) {
       const int row = lane + 32 * i;
