@@ -85,6 +85,7 @@ def run(
     *,
     tile: int = 64,
     hopper: bool = False,
+    sms: int = 1,
     edit: Edit | None = None,
     forward: Result | None = None,
     dout: torch.Tensor | None = None,
@@ -98,7 +99,7 @@ def run(
     tensors = request.q, request.k, request.v, forward.out, dout, *got
     sizes = len(case.lengths), request.max_seqlen_q, case.causal, request.softmax_scale
     with (
-        _gpu(),
+        _gpu(sms),
         mock.patch.object(backward, "_fitting", lambda build, _: replace(build, tile=tile)),
         mock.patch.object(backward, "fits", return_value=hopper),
     ):
@@ -148,6 +149,16 @@ def test_gradients_are_near_fp64(case: Case) -> None:
 def test_tiles_and_schedules_do_not_matter(case: Case, tile: int, schedule: Schedule) -> None:
     problem = problem_of(case)
     assert_same_bits(run(problem, schedule, tile=tile), run(problem))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("sms", [1, 3])
+@pytest.mark.parametrize("schedule", [EAGER, SHUFFLED, LAZY_SHUFFLED], ids=str)
+def test_thread_blocks_take_tile_after_tile(head_dim: int, sms: int, schedule: Schedule) -> None:
+    """Where sequences are equally long: there are fewer blocks than tiles."""
+    lengths = ((150, 150), (150, 170), (150, 10))
+    problem = problem_of(Case(head_dim, torch.bfloat16, None, 4, 2, lengths))
+    assert_same_bits(run(problem, schedule, hopper=True, sms=sms), run(problem))
 
 
 LONG = {
@@ -261,12 +272,20 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
         ("queries_wide", "    named_barrier(kBack, kConsumerThreads);", "", SHUFFLED),
         ("queries_wide", "    named_barrier(kGiven, kConsumerThreads);", "", LAZY),
         ("queries_wide", "    if (n > 0) release(stage);", "", LAZY),
-        ("queries", "mbarrier_sleep(full_rows, 0);", "", Schedule(seed=18)),
-        ("queries", "      mbarrier_sleep(empty(stage), n / kStages % 2 ^ 1);\n", "", LAZY),
+        ("queries", "    mbarrier_sleep(full_rows(number), number / 2 % 2);\n", "", LAZY),
+        ("queries", "    await_free();\n    if (thread", "    if (thread", SHUFFLED),
+        (
+            "queries",
+            "      await_free();\n      const unsigned tile",
+            "      const unsigned tile",
+            LAZY,
+        ),
+        ("queries", "      release(stage == 0 ? kStages - 1 : stage - 1);", "", EAGER),
+        ("queries", "          mbarrier_sleep(empty(stage), parity);\n", "", LAZY),
         ("queries", "    mbarrier_sleep(full(stage), parity);", "", LAZY),
         ("queries", "if (static_cast<int>(n) >= whole) {", "if (false) {", EAGER),
-        ("queries", "static_cast<int>(total_k_arg) - end +", "0 +", EAGER),
-        ("queries", "if (lane == 0) mbarrier_arrive(empty(before));", "", EAGER),
+        ("queries", "static_cast<int>(total_k_arg) - end;", "0;", EAGER),
+        ("queries", "    if (n > 0) release(its", "    if (n > 9) release(its", EAGER),
         ("queries", "    if (!is_last) wgmma_wait<1>();", "", LAZY),
         ("keys", "mbarrier_sleep(full_keys, 0);", "", Schedule(seed=2)),
         ("keys", "    mbarrier_sleep(full(stage), parity);", "", LAZY),
@@ -299,7 +318,7 @@ def test_what_is_wrong_on_hopper_is_noticed(
     file: str, old: str, new: str, schedule: Schedule
 ) -> None:
     head_dim = 256 if file.endswith("wide") else SMALL.head_dim
-    case = SMALL._replace(lengths=((40, 70), (150, 300)), head_dim=head_dim)
+    case = SMALL._replace(lengths=((150, 70), (150, 300)), head_dim=head_dim)
     problem = problem_of(case)
     want = run(problem)
     edit = Edit(f"attention_backward_{file}_sm90.cu", old, new)

@@ -37,6 +37,7 @@
 
 #include "cluster.cuh"
 #include "copy.cuh"
+#include "deal.cuh"
 #include "definition.cuh"
 #include "keys.cuh"
 #include "mbarrier.cuh"
@@ -224,18 +225,6 @@ struct Places {
     const unsigned tile = is_descending ? tiles - 1 - round : round;
     return {tile * kRanks + rank, pair - sequence * kv_heads, sequence, kv_heads,
             group, cu_seqlens_q, lengths_k, causal};
-  }
-};
-
-// The places of a thread block, one a round: who comes first in one round comes last in the next, so
-// that all have about as much to do.
-struct Deal {
-  unsigned place = blockIdx.x / kRanks;
-  unsigned step = 2 * (gridDim.x / kRanks - blockIdx.x / kRanks) - 1;
-
-  __device__ __forceinline__ void next() {
-    place += step;
-    step = 2 * (gridDim.x / kRanks) - step;
   }
 };
 
@@ -436,7 +425,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
       if (!is_elected()) return;
       prefetch_tensor_map(&k_map);
       prefetch_tensor_map(&v_map);
-      for (Deal deal; deal.place < places.count(); deal.next()) {
+      for (Deal<kRanks> deal; deal.place < places.count(); deal.next()) {
         const Rows rows = rows_at(deal.place);
         const int end = end_at(deal.place, rows);
         const int blocks = blocks_loaded(end, work != nullptr);
@@ -465,7 +454,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
       return;
     }
     // Other warps prepare tiles, so that neither waits for the other's stages.
-    for (Deal deal; deal.place < places.count(); deal.next()) {
+    for (Deal<kRanks> deal; deal.place < places.count(); deal.next()) {
       const Rows rows = rows_at(deal.place);
       const int blocks = blocks_loaded(end_at(deal.place, rows), work != nullptr);
       if (blocks == 0) {
@@ -478,7 +467,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
 #else
     const Strides k_strides = {k_page_stride, k_row_stride, k_head_stride};
     const Strides v_strides = {v_page_stride, v_row_stride, v_head_stride};
-    for (Deal deal; deal.place < places.count(); deal.next()) {
+    for (Deal<kRanks> deal; deal.place < places.count(); deal.next()) {
       const Rows rows = rows_at(deal.place);
       const int blocks = blocks_loaded(end_at(deal.place, rows), work != nullptr);
       if (blocks == 0) {

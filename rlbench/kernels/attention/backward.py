@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlbench.kernels.attention import tensor_map
 from rlbench.kernels.attention.family import Family, every
-from rlbench.kernels.attention.launch import Launch, Plan, fits, kernel_of
+from rlbench.kernels.attention.launch import Launch, Plan, fits, kernel_of, sms
 from rlbench.kernels.attention.request import ELEMENTS
 from rlbench.kernels.attention.tiles import MAX_GRID
 
@@ -210,9 +210,10 @@ class HopperQueries(Family):
 
     @property
     def shared_bytes(self) -> int:
-        """Q and dO, three stages of K and V, barriers, and room to align it all to 1024."""
-        tiles = 2 * self.tile + 3 * 2 * self.keys
-        return tiles * self.head_dim * 2 + 7 * 8 + 1024
+        """Two tiles of Q and dO, with a note each and two words of each row, three stages of K and V, and
+        barriers."""
+        tiles = 2 * 2 * self.tile + 3 * 2 * self.keys
+        return tiles * self.head_dim * 2 + 2 * (48 + self.tile * 8) + 10 * 8
 
 
 @dataclass(frozen=True)
@@ -312,10 +313,17 @@ def plan(request: Backward) -> Plan:
         request.q.shape[:1] if maps else (),
     )
     launches = (
-        launch(queries, blocks[0], numbers[0], key_maps),
+        launch(queries, min(blocks[0], _most_blocks(request, queries)), numbers[0], key_maps),
         launch(keys, blocks[1], numbers[1], maps),
     )
     return Plan(request.device, launches, work, DELTA)
+
+
+def _most_blocks(request: Backward, queries: Queries | HopperQueriesBuild) -> int:
+    """How many of them take the tiles of rows. Where all sequences are equally long, dealing tiles out in
+    turns is fair; where they are not, the GPU does it, as blocks become free."""
+    even = request.q.shape[0] == request.sequences * request.max_seqlen_q
+    return sms(request.device) if even and isinstance(queries, HopperQueries) else MAX_GRID
 
 
 def _aligned(elements: int) -> int:

@@ -89,7 +89,7 @@ def _gpu(sms: int = 1) -> Iterator[None]:
     with ExitStack() as patches:
         for module in (tiles, combine, decode, stream, backward):
             patches.enter_context(mock.patch.object(module, "kernel_of", lambda build, _: build))
-        for module in (prefill, decode, stream):
+        for module in (prefill, decode, stream, backward):
             patches.enter_context(mock.patch.object(module, "sms", return_value=sms))
         room = mock.patch.object(prefill, "clusters_at_once", lambda build, _: sms // build.ranks)
         patches.enter_context(room)
