@@ -38,7 +38,7 @@ from emulation.problems import (
     reference,
 )
 
-from rlbench.kernels.attention import backward
+from rlbench.kernels.attention import backward, tiles
 
 skip_where_it_cannot_run()
 
@@ -154,8 +154,11 @@ def test_tiles_and_schedules_do_not_matter(case: Case, tile: int, schedule: Sche
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("sms", [1, 3])
 @pytest.mark.parametrize("schedule", [EAGER, SHUFFLED, LAZY_SHUFFLED], ids=str)
-def test_thread_blocks_take_tile_after_tile(head_dim: int, sms: int, schedule: Schedule) -> None:
-    """Where sequences are equally long: there are fewer blocks than tiles."""
+def test_thread_blocks_take_tile_after_tile(
+    head_dim: int, sms: int, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where sequences are equally long: there are fewer blocks than tiles, in sections of four pairs."""
+    monkeypatch.setattr(tiles, "_L2_BYTES", 4 * 110 * head_dim * 4 + 1)
     lengths = ((150, 150), (150, 170), (150, 10))
     problem = problem_of(Case(head_dim, torch.bfloat16, None, 4, 2, lengths))
     assert_same_bits(run(problem, schedule, hopper=True, sms=sms), run(problem))

@@ -38,7 +38,7 @@ from emulation.problems import (
     reference,
 )
 
-from rlbench.kernels.attention import prefill, tensor_map
+from rlbench.kernels.attention import prefill, tensor_map, tiles
 from rlbench.kernels.attention.request import BLOCK_KEYS, split_keys
 
 skip_where_it_cannot_run()
@@ -192,7 +192,7 @@ def test_tiles_may_come_in_sections(page_size: int | None, pairs: int) -> None:
     lengths = ((150, 150),) * 3
     problem = problem_of(Case(128, torch.bfloat16, page_size, 4, 2, lengths))
     keys = 150 if page_size is None else split_keys(128)
-    with mock.patch.object(prefill, "_L2_BYTES", pairs * keys * 128 * 4 + 1):
+    with mock.patch.object(tiles, "_L2_BYTES", pairs * keys * 128 * 4 + 1):
         assert prefill.section(problem.request) == pairs
         plan = prefill_plan_on(problem, sms=4)
     assert_same_bits(run(problem, plan, LAZY), generic_result(problem.case))

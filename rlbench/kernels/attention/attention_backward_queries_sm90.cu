@@ -14,10 +14,10 @@
 
 #include "backward.cuh"
 #include "copy.cuh"
-#include "deal.cuh"
 #include "mbarrier.cuh"
 #include "mma.cuh"
 #include "numeric.cuh"
+#include "places.cuh"
 #include "tile_rows.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
@@ -73,21 +73,6 @@ struct RowTile {
   }
 };
 
-// Late tiles see the most keys under the causal mask, so they come first.
-struct Places {
-  unsigned tiles, kv_heads, others, group;  // others: (sequence, KV head) pairs
-  bool causal;
-
-  __device__ __forceinline__ unsigned count() const { return tiles * others; }
-
-  __device__ __forceinline__ Rows operator()(unsigned place, const int* cu_seqlens_q,
-                                             const int* cu_seqlens_k) const {
-    const unsigned other = place % others;
-    return {tiles - 1 - place / others, other % kv_heads, other / kv_heads, kv_heads, group,
-            cu_seqlens_q, cu_seqlens_k, causal};
-  }
-};
-
 // Keys that some row of the tile sees, and blocks of them.
 __device__ __forceinline__ int end_of(const Rows& rows) {
   const int end = rows.limit(kTileRows - 1);
@@ -99,6 +84,7 @@ __device__ __forceinline__ unsigned blocks_until(int end) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_BACKWARD_PARAMETERS, long long tiles_arg, long long total_k_arg,
+                long long section_arg,
                 const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
   reset_flags<kThreads>(delta, flags_at_arg, units_arg, chunks_arg);
   extern __shared__ __align__(1024) unsigned char shared_memory[];  // there is no room to align it
@@ -122,9 +108,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
 
   const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
-  const Places places = {static_cast<unsigned>(tiles_arg), kv_heads,
-                         kv_heads * static_cast<unsigned>(sequences_arg),
-                         static_cast<unsigned>(group_arg), causal_arg != 0};
+  const Places<Rows, 1> places = {
+      static_cast<unsigned>(tiles_arg),   kv_heads,
+      kv_heads * static_cast<unsigned>(sequences_arg), static_cast<unsigned>(group_arg),
+      static_cast<unsigned>(section_arg), causal_arg != 0};
 
   if (threadIdx.x == 0) {
     for (unsigned stage = 0; stage < kStages; ++stage) {
@@ -146,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (!is_elected()) return;
       unsigned stage = 0, parity = 1;
       for (Deal<1> deal; deal.place < places.count(); deal.next()) {
-        const Rows rows = places(deal.place, cu_seqlens_q, cu_seqlens_k);
+        const Rows rows = places(deal.place, 0, cu_seqlens_q, cu_seqlens_k);
         if (rows.count == 0) continue;
         const int end = end_of(rows);
         const unsigned blocks = blocks_until(end);
@@ -171,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     unsigned number = 0;  // of the tile
     const auto await_free = [&]() { mbarrier_sleep(free_rows(number), number / 2 % 2 ^ 1); };
     for (Deal<1> deal; deal.place < places.count(); deal.next()) {
-      const Rows rows = places(deal.place, cu_seqlens_q, cu_seqlens_k);
+      const Rows rows = places(deal.place, 0, cu_seqlens_q, cu_seqlens_k);
       if (rows.count == 0) continue;
       await_free();
       const unsigned tile = rows_at(number);

@@ -24,6 +24,7 @@
 #include "mbarrier.cuh"
 #include "mma.cuh"
 #include "numeric.cuh"
+#include "places.cuh"
 #include "tile_rows.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
@@ -86,6 +87,7 @@ using Rows = TileRows<kRows, false>;
 
 extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_BACKWARD_PARAMETERS, long long tiles_arg, long long total_k_arg,
+                long long section_arg,
                 const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
   reset_flags<kThreads>(delta, flags_at_arg, units_arg, chunks_arg);
   extern __shared__ unsigned char shared_memory[];
@@ -99,16 +101,15 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
 
-  // Late tiles see the most keys under the causal mask, so they start first.
   const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
-  const unsigned others = kv_heads * static_cast<unsigned>(sequences_arg);
+  const Places<Rows, kRanks> places = {
+      static_cast<unsigned>(tiles_arg),   kv_heads,
+      kv_heads * static_cast<unsigned>(sequences_arg), static_cast<unsigned>(group_arg),
+      static_cast<unsigned>(section_arg), causal_arg != 0};
   const unsigned place = blockIdx.x / kRanks;
   const unsigned rank = kRanks > 1 ? cluster_rank() : 0;
   const auto rows_of = [&](unsigned its_rank) {
-    const unsigned tile = static_cast<unsigned>(tiles_arg) - 1 - place / others;
-    const unsigned other = place % others;
-    return Rows(tile * kRanks + its_rank, other % kv_heads, other / kv_heads, kv_heads,
-                static_cast<unsigned>(group_arg), cu_seqlens_q, cu_seqlens_k, causal_arg != 0);
+    return places(place, its_rank, cu_seqlens_q, cu_seqlens_k);
   };
   const Rows rows = rows_of(rank);
   if (kRanks == 1 && rows.count == 0) return;

@@ -37,11 +37,11 @@
 
 #include "cluster.cuh"
 #include "copy.cuh"
-#include "deal.cuh"
 #include "definition.cuh"
 #include "keys.cuh"
 #include "mbarrier.cuh"
 #include "numeric.cuh"
+#include "places.cuh"
 #include "parameters.cuh"
 #include "softmax.cuh"
 #include "tile_rows.cuh"
@@ -199,35 +199,6 @@ __device__ __forceinline__ void start_values(float (&acc)[kDimTiles][4],
 
 using Rows = TileRows<kTileRows, kPaged>;
 
-// Which tile a thread block's n-th place stands for. Late tiles see the most keys under the causal
-// mask, so they come first; but only those of so many KV heads of sequences as have their keys in
-// the L2, one section of them after the other. Every other section is gone through backwards, so that
-// places which follow each other have about as much to do.
-struct Places {
-  // Of a cluster each, which is a block if there are none.
-  unsigned tiles, kv_heads, others, group;  // others: (sequence, KV head) pairs
-  unsigned section;                         // pairs that are worked on at a time
-  bool causal;
-
-  __device__ __forceinline__ unsigned count() const { return tiles * others; }
-
-  // The tile of one rank of the cluster.
-  __device__ __forceinline__ Rows operator()(unsigned place, unsigned rank, const int* cu_seqlens_q,
-                                             const int* lengths_k) const {
-    const unsigned before = place / (tiles * section) * section;  // pairs
-    place -= before * tiles;
-    const unsigned left = others - before;
-    const unsigned pairs = left < section ? left : section;
-    const unsigned round = place / pairs;
-    const unsigned pair = before + place - round * pairs;
-    const unsigned sequence = pair / kv_heads;
-    const bool is_descending = (left + section - 1) / section % 2 == 1;
-    const unsigned tile = is_descending ? tiles - 1 - round : round;
-    return {tile * kRanks + rank, pair - sequence * kv_heads, sequence, kv_heads,
-            group, cu_seqlens_q, lengths_k, causal};
-  }
-};
-
 // Some row of the tile sees keys up to there.
 __device__ __forceinline__ int end_of(const Rows& rows) {
   return rows.count > 0 ? rows.limit(kTileRows - 1) : 0;
@@ -319,7 +290,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
   const unsigned rank = kRanks > 1 ? cluster_rank() : 0;
 
   const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
-  const Places places = {static_cast<unsigned>(tiles_arg), kv_heads,
+  const Places<Rows, kRanks> places = {static_cast<unsigned>(tiles_arg), kv_heads,
                          kv_heads * static_cast<unsigned>(sequences_arg),
                          static_cast<unsigned>(group_arg), static_cast<unsigned>(section_arg),
                          causal_arg != 0};

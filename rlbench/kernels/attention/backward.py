@@ -14,6 +14,7 @@ from rlbench.kernels.attention.family import Family, every
 from rlbench.kernels.attention.launch import Launch, Plan, fits, kernel_of, sms
 from rlbench.kernels.attention.request import ELEMENTS
 from rlbench.kernels.attention.tiles import MAX_GRID
+from rlbench.kernels.attention.tiles import section as section_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -282,7 +283,8 @@ def plan(request: Backward) -> Plan:
     key_tiles = request.k.shape[0] // (keys.tile * keys.ranks) + request.sequences
     units = key_tiles * request.kv_heads * keys.ranks
     chunks = -(-request.max_seqlen_q * request.group // CHUNK_ROWS)
-    query_blocks = tiles * request.kv_heads * request.sequences * queries.ranks
+    units_of_rows = request.kv_heads * request.sequences
+    query_blocks = tiles * units_of_rows * queries.ranks
     blocks = query_blocks, units * chunks
     if max(blocks) > MAX_GRID:
         raise ValueError(
@@ -307,9 +309,10 @@ def plan(request: Backward) -> Plan:
         kernel = kernel_of(build, request.device)
         return Launch(config, kernel, (*request.numbers, *order, *own), maps)
 
+    section = section_of(request.q, request.k.shape[0] / request.sequences, units_of_rows)
     # Kernels with maps also take the number of their tensors' rows.
     numbers = (
-        (tiles, *(request.k.shape[:1] if key_maps else ())),
+        (tiles, *((request.k.shape[0], section) if key_maps else ())),
         request.q.shape[:1] if maps else (),
     )
     launches = (

@@ -22,9 +22,6 @@ _STAGES = 2  # of K and of V
 _CAPABILITIES = range(9, 10)  # wgmma
 _SHARED = (128, 256)
 """Head dims at which the blocks of a cluster can share K and V: they have several panels."""
-_L2_BYTES = 24 << 20
-"""Of keys and values that all thread blocks read at a time: about what a half of an H200's L2 holds,
-since each half keeps what its SMs read."""
 
 
 @dataclass(frozen=True)
@@ -130,15 +127,12 @@ def own_numbers(request: Request) -> tuple[int, ...]:
 
 
 def section(request: Request) -> int:
-    """Of how many KV heads of sequences the tiles are worked on at a time: as many as have room for
-    their keys and values in the L2, and a power of two."""
+    """Of how many KV heads of sequences the tiles are worked on at a time."""
     if request.block_table is None:
         keys = request.k.shape[0] / request.sequences
     else:
         keys = request.splits * split_keys(request.q.shape[2])
-    fitting = _L2_BYTES / (keys * request.q.shape[2] * 2 * request.q.element_size() or 1)
-    pairs = request.kv_heads * request.sequences
-    return min(pairs, 1 << max(0, int(fitting).bit_length() - 1))
+    return tiles.section(request.q, keys, request.kv_heads * request.sequences)
 
 
 def build_of(request: Request, ranks: int = 1) -> tuple[Variant, tuple[TensorMap, ...]]:

@@ -7,10 +7,24 @@ from typing import TYPE_CHECKING, Protocol
 from rlbench.kernels.attention.launch import ClusterBuild, Launch, Plan, kernel_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rlbench.kernels.attention.request import Request
     from rlbench.kernels.attention.tensor_map import TensorMap
 
 MAX_GRID = 2**31 - 1
+
+
+_L2_BYTES = 24 << 20
+"""Of keys and values that all thread blocks read at a time: about what a half of an H200's L2 holds,
+since each half keeps what its SMs read."""
+
+
+def section(q: Tensor, keys: float, pairs: int) -> int:
+    """Of how many of these (sequence, KV head) pairs the tiles are worked on at a time: as many as have
+    room for their keys and values, so many of each, in the L2, and a power of two."""
+    fitting = _L2_BYTES / (keys * q.shape[2] * 2 * q.element_size() or 1)
+    return min(pairs, 1 << max(0, int(fitting).bit_length() - 1))
 
 
 def waiting(row_threads: int, head_dim: int) -> int:
