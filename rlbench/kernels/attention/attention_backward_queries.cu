@@ -20,7 +20,8 @@
 //
 // where the sums over j are chains of k16 steps over the keys 16 n to 16 n + 15, n ascending, and the
 // sums over r over the rows 16 n to 16 n + 15, n ascending, so that the query heads of a group are added
-// position by position, in their order.
+// position by position, in their order. The latter are broken into chunks of 16384 rows, 16384 m to
+// 16384 m + 16383: each has a chain of its own from +0, and the chains' results are added up, m ascending.
 //
 // Nothing else enters. What a row does not see contributes an exact nothing, as attention_generic.cu
 // says, if dO, Q, K and V are finite wherever they belong to the sequence: so tiles may begin and end
