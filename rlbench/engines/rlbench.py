@@ -16,7 +16,8 @@ def load_attention(options: Mapping[str, str], device: str) -> Kernel:
     from rlbench.kernels import attention
     from rlbench.kernels.attention.launch import hopper_is_on
     from rlbench.ops._op import Kernel, Run
-    from rlbench.ops.attention.calls import PackedPrefill, PagedPrefill
+    from rlbench.ops.attention.calls import PackedBackward, PackedPrefill, PagedPrefill
+    from rlbench.ops.attention.eager import gradients
 
     def packed(call: PackedPrefill) -> Run:
         arguments = call.varlen()
@@ -27,9 +28,13 @@ def load_attention(options: Mapping[str, str], device: str) -> Kernel:
         arguments = {**call.varlen(), **pages}
         return lambda: {"out": attention(call.q, call.k_cache, call.v_cache, **arguments)}
 
+    def backward(call: PackedBackward) -> Run:
+        q, k, v = (t.detach().clone().requires_grad_() for t in (call.q, call.k, call.v))
+        out = attention(q, k, v, **call.varlen())
+        return gradients(out, (q, k, v), call.dout)
+
     return Kernel(
-        {"prefill": packed, "paged-prefill": paged, "decode": paged},
-        unsupported={"backward": "its backward is not written yet"},
+        {"prefill": packed, "paged-prefill": paged, "decode": paged, "backward": backward},
         resolved={"kernels for Hopper": "on" if hopper_is_on() else "off"},
     )
 

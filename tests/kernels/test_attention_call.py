@@ -126,12 +126,15 @@ def test_refusals_name_the_argument(
         attention(**arguments(**changes()))
 
 
-def test_gradients_are_refused() -> None:
+def test_gradients_of_pages_and_through_out_are_refused() -> None:
     q = tensor(10, 8, 128).requires_grad_()
-    with pytest.raises(NotImplementedError, match="no backward yet"):
-        attention(**packed(q=q))
+    with pytest.raises(NotImplementedError, match="no gradient of pages"):
+        attention(**paged(q=q))
+    with pytest.raises(ValueError, match="out is given where a gradient is needed"):
+        attention(**packed(q=q, out=tensor(10, 8, 128)))
     with torch.no_grad():
-        attention(**packed(q=q))
+        attention(**paged(q=q))
+        attention(**packed(q=q, out=tensor(10, 8, 128)))
 
 
 def test_importing_the_package_leaves_torch_alone() -> None:

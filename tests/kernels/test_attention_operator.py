@@ -188,7 +188,8 @@ def test_launches_are_on_the_tensors_device(
         operator._forward(**given)
     assert used == [1]
     assert now == [current]
-    names = ("q", "k", "v", "out", None, "cu_seqlens_q", "seqused_k", "block_table")
+    # No lse, and scratch memory is not known yet.
+    names = ("q", "k", "v", "out", None, None, "cu_seqlens_q", "seqused_k", "block_table")
     assert runner.call_args.args == tuple(given[n].data_ptr() if n else 0 for n in names)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rlbench.kernels import jit
-from rlbench.kernels.attention import builds, combine, decode, generic, prefill, stream
+from rlbench.kernels.attention import backward, builds, combine, decode, generic, prefill, stream
 from rlbench.kernels.attention.request import BLOCK_KEYS
 
 if TYPE_CHECKING:
@@ -25,6 +25,10 @@ NEEDS: dict[type[Build], tuple[str, ...]] = {
     combine.Variant: ("sm_90a", "sm_100a"),
     stream.Variant: ("sm_90a", "sm_100a"),
     prefill.Variant: ("sm_90a",),
+    backward.HopperQueries: ("sm_90a",),
+    backward.WideHopperQueries: ("sm_90a",),
+    backward.HopperKeys: ("sm_90a",),
+    backward.WideHopperKeys: ("sm_90a",),
 }
 BUILDS = [
     (arch, build)

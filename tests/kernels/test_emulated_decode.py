@@ -173,7 +173,7 @@ def test_clusters_serve_what_tma_can_bring(
     with (
         mock.patch.object(decode, "fits", return_value=True),
         mock.patch.object(decode, "sms", return_value=132),
-        mock.patch.object(decode, "_room", return_value=30),
+        mock.patch.object(decode, "clusters_at_once", return_value=30),
     ):
         assert decode.serves(request) is (page_size in (None, 16, 128))
         assert not decode.serves(replace(request, splits=34))

@@ -38,7 +38,7 @@ from emulation.problems import (
     reference,
 )
 
-from rlbench.kernels.attention import prefill, tensor_map
+from rlbench.kernels.attention import prefill, tensor_map, tiles
 from rlbench.kernels.attention.request import BLOCK_KEYS, split_keys
 
 skip_where_it_cannot_run()
@@ -73,6 +73,12 @@ CASES = [
 SMALL = CASES[1]._replace(lengths=((30, 300), (30, 200), (30, 30)), causal=True)
 Q_BY_TMA = SMALL._replace(head_dim=128, heads=4, page_size=None)
 PACKED = [case for case in CASES if case.page_size is None]
+# Clusters' second tiles are there, absent, or see a block more than the first.
+SHARING = [
+    case(128, torch.bfloat16, None, 8, 2, causal=True),
+    case(256, torch.float16, None, 16, 2, causal=True),
+]
+SHARING = [case._replace(lengths=((70, 150), *case.lengths)) for case in SHARING]
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -117,6 +123,41 @@ def test_prefill_kernel_has_them_with_tma_too(
     assert_same_bits(result, generic_result(problem.case))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("case", SHARING, ids=str)
+@pytest.mark.parametrize(
+    ("blocks", "schedule"), [(2, LAZY_SHUFFLED), (4, SHUFFLED), (4, LAZY)], ids=str
+)
+def test_clusters_that_share_keys_have_them_too(
+    case: Case, causal: bool, blocks: int, schedule: Schedule
+) -> None:
+    problem = problem_of(case._replace(causal=causal))
+    result = run(problem, prefill_plan(problem, blocks, tma=True, ranks=2), schedule)
+    assert_same_bits(result, generic_result(problem.case))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "schedule"),
+    [
+        ("return end > other ? end : other;", "return end;", EAGER),
+        ("} else if (lane < kRanks) {", "} else if (lane == rank) {", EAGER),
+        ("static_cast<int>(rank) * kOwnPanels", "0", EAGER),
+        ("turn.stage * kStageBytes + rank * kOwn", "turn.stage * kStageBytes + 0 * kOwn", EAGER),
+        # In orders in which threads come to the others' memory too late, or too early.
+        ("    cluster_end();\n    cluster_wait_for_others();\n", "", Schedule(lazy=True, seed=1)),
+        (
+            "    cluster_begin();\n    cluster_wait_for_others();\n  }",
+            "    __syncthreads();\n  }",
+            Schedule(seed=78),
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_cluster_is_noticed(old: str, new: str, schedule: Schedule) -> None:
+    problem = problem_of(Q_BY_TMA._replace(lengths=((70, 300), (30, 200), (20, 30))))
+    edit = Edit("attention_prefill_sm90.cu", old, new)
+    assert_noticed(problem, prefill_plan(problem, 2, tma=True, ranks=2), schedule, edit)
+
+
 @pytest.mark.parametrize("case", PACKED, ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 def test_tma_gives_zeros_for_the_next_sequence(case: Case, causal: bool) -> None:
@@ -151,7 +192,7 @@ def test_tiles_may_come_in_sections(page_size: int | None, pairs: int) -> None:
     lengths = ((150, 150),) * 3
     problem = problem_of(Case(128, torch.bfloat16, page_size, 4, 2, lengths))
     keys = 150 if page_size is None else split_keys(128)
-    with mock.patch.object(prefill, "_L2_BYTES", pairs * keys * 128 * 4 + 1):
+    with mock.patch.object(tiles, "_L2_BYTES", pairs * keys * 128 * 4 + 1):
         assert prefill.section(problem.request) == pairs
         plan = prefill_plan_on(problem, sms=4)
     assert_same_bits(run(problem, plan, LAZY), generic_result(problem.case))
@@ -275,7 +316,7 @@ def test_what_is_wrong_with_tma_is_noticed(
 
 def test_a_box_that_reaches_into_the_next_sequence_is_noticed() -> None:
     problem, clean, want = before_poison(PACKED[0], causal=False)
-    rows = "const int end = rows.limit(kTileRows - 1);\n"
+    rows = "const int end = end_at(deal.place, rows);\n"
     edit = Edit("attention_prefill_sm90.cu", rows, rows.replace(";", " + (rows.k_begin == 0);"))
     with pytest.raises(AssertionError, match="that differ"):
         assert_same_bits(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 Q_AT, K_AT, V_AT, OUT_AT, WORK_AT, STREAM = 0x10, 0x7F0000000020, 0x30, 0x40, 0x50, 0x60
-ADDRESSES = (Q_AT, K_AT, V_AT, OUT_AT, 0, 7, 8, 0)  # no lse, no block table
+ADDRESSES = (Q_AT, K_AT, V_AT, OUT_AT, 0, 0, 7, 8, 0)  # no lse, no block table
 POINTERS = (Q_AT, K_AT, V_AT, OUT_AT, 0, WORK_AT, 7, 8, 0)
 NUMBERS = (-3, 2**40, 0.125)
 CONFIG = LaunchConfig(grid=5, block=64, shmem_size=4096)

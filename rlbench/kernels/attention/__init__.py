@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from rlbench.kernels.attention import combine, decode, generic, prefill, stream
+from rlbench.kernels.attention import backward, combine, decode, generic, prefill, stream
 from rlbench.kernels.attention.generic import Variant
+from rlbench.kernels.attention.gradient import differentiable
 from rlbench.kernels.attention.operator import entry
 from rlbench.kernels.attention.request import HEAD_DIMS, split_keys
 
@@ -32,6 +33,8 @@ def builds() -> Iterator[Build]:
     yield from stream.variants()
     yield from combine.variants()
     yield from prefill.variants()
+    yield from backward.variants()
+    yield from backward.hopper_variants()
 
 
 @overload
@@ -95,7 +98,10 @@ def attention(
 
     Runs on the tensors' device and its current stream, never waits for the GPU, and can be captured
     in a CUDA graph once the same kind of call (head dim, dtype, paged or packed) has run on that
-    device, because the first one compiles. There is no backward yet.
+    device, because the first one compiles.
+
+    With packed keys and values it can be differentiated once: the gradients of q, k and v are a function
+    of the sequence alone, too. The log-sum-exp cannot.
 
     Args:
         q: `[total_q, q_heads, head_dim]`, bfloat16 or float16; head_dim 64, 128 or 256. The queries
@@ -133,13 +139,19 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument's type, dtype, device, shape, stride or value is wrong.
-        NotImplementedError: a gradient would be needed.
+        NotImplementedError: a gradient through pages would be needed.
         KernelBuildError: the kernel cannot be compiled or loaded (see `rlbench.kernels.jit`).
     """
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    needs_gradient = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad
+    )
+    if needs_gradient and block_table is not None:
         raise NotImplementedError(
-            "attention has no backward yet: call it under torch.no_grad(), or detach q, k and v"
+            "attention has no gradient of pages: call it under torch.no_grad(), detach q, k and v, or "
+            "give packed keys and values with cu_seqlens_k"
         )
+    if needs_gradient and out is not None:
+        raise ValueError("out is given where a gradient is needed; leave it out, or detach q, k, v")
     if not isinstance(max_seqlen_q, (int, torch.SymInt)):
         raise TypeError(
             f"max_seqlen_q is a {type(max_seqlen_q).__name__}; it must be an int: reading it from "
@@ -148,6 +160,11 @@ def attention(
     shape = k.shape  # asked for once: that takes longer than what is done with it
     if softmax_scale is None:
         softmax_scale = float(shape[-1]) ** -0.5
+    if needs_gradient and cu_seqlens_k is not None and seqused_k is None:
+        lengths = cu_seqlens_q, cu_seqlens_k
+        splits = _splits(shape, None, max_seqlen_k)
+        both = differentiable(q, k, v, *lengths, max_seqlen_q, splits, causal, softmax_scale)
+        return both if return_lse else both[0]
     if out is None:
         if q.is_contiguous():
             out = torch.empty_like(q)  # asking for the format takes half as long again

@@ -30,12 +30,18 @@
 // for. So can Q where a tile is whole positions. What a box has beyond the end of a sequence is
 // another one's rows, or zeros: nobody writes what becomes of them. Everything else comes by
 // cp.async, a chunk at a time. Both write the same bytes.
+//
+// Where K and V come by TMA, two thread blocks can be a cluster that takes neighbouring tiles: each asks
+// for half of a block of K or V, which comes to both. Both go through the keys that one of them sees: to
+// the other, the last ones are masked.
 
+#include "cluster.cuh"
 #include "copy.cuh"
 #include "definition.cuh"
 #include "keys.cuh"
 #include "mbarrier.cuh"
 #include "numeric.cuh"
+#include "places.cuh"
 #include "parameters.cuh"
 #include "softmax.cuh"
 #include "tile_rows.cuh"
@@ -44,7 +50,8 @@
 #include "wgmma.cuh"
 
 // The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), PAGED (0, 1), TMA (0, 1),
-// TMA_Q (0, 1), CONSUMERS (2, 3), SHARED_BYTES (what the launch reserves), KERNEL_NAME.
+// TMA_Q (0, 1), CONSUMERS (2, 3), RANKS (1, 2: blocks of a cluster), SHARED_BYTES (what the launch
+// reserves), KERNEL_NAME.
 
 using namespace rlbench;
 
@@ -54,6 +61,7 @@ constexpr int kSplitBlocks = kSplitBlocksOf<kHeadDim>;
 constexpr bool kPaged = PAGED != 0;
 constexpr bool kTma = TMA != 0;      // for K and V
 constexpr bool kTmaQ = TMA_Q != 0;
+constexpr int kRanks = RANKS;
 using Element = ELEMENT;
 
 constexpr int kConsumers = CONSUMERS;                // warpgroups
@@ -91,6 +99,7 @@ constexpr int kAlignment = 1024;                     // of what descriptors name
 constexpr int kSharedBytes = kBarriers + (4 * kStages + 1) * 8 + kAlignment;
 
 static_assert(!(kPaged && kTma), "pages are looked up, and a box has but one address");
+static_assert(kRanks == 1 || (kTma && kPanels % kRanks == 0), "blocks share panels that come by TMA");
 static_assert(SHARED_BYTES == kSharedBytes, "SHARED_BYTES");
 static_assert(kKeyPanel % kAlignment == 0 && kQPanel % kAlignment == 0, "panels stay aligned");
 
@@ -190,53 +199,18 @@ __device__ __forceinline__ void start_values(float (&acc)[kDimTiles][4],
 
 using Rows = TileRows<kTileRows, kPaged>;
 
-// Which tile a thread block's n-th place stands for. Late tiles see the most keys under the causal
-// mask, so they come first; but only those of so many KV heads of sequences as have their keys in
-// the L2, one section of them after the other. Every other section is gone through backwards, so that
-// places which follow each other have about as much to do.
-struct Places {
-  unsigned tiles, kv_heads, others, group;  // others: (sequence, KV head) pairs
-  unsigned section;                         // pairs that are worked on at a time
-  bool causal;
-
-  __device__ __forceinline__ unsigned count() const { return tiles * others; }
-
-  __device__ __forceinline__ Rows operator()(unsigned place, const int* cu_seqlens_q,
-                                             const int* lengths_k) const {
-    const unsigned before = place / (tiles * section) * section;  // pairs
-    place -= before * tiles;
-    const unsigned left = others - before;
-    const unsigned pairs = left < section ? left : section;
-    const unsigned round = place / pairs;
-    const unsigned pair = before + place - round * pairs;
-    const unsigned sequence = pair / kv_heads;
-    const bool is_descending = (left + section - 1) / section % 2 == 1;
-    return {is_descending ? tiles - 1 - round : round, pair - sequence * kv_heads, sequence, kv_heads,
-            group, cu_seqlens_q, lengths_k, causal};
-  }
-};
-
-// The places of a thread block, one a round: who comes first in one round comes last in the next, so
-// that all have about as much to do.
-struct Deal {
-  unsigned place = blockIdx.x;
-  unsigned step = 2 * (gridDim.x - blockIdx.x) - 1;
-
-  __device__ __forceinline__ void next() {
-    place += step;
-    step = 2 * gridDim.x - step;
-  }
-};
-
-// Key blocks that some row of the tile sees.
-__device__ __forceinline__ int blocks_of(const Rows& rows) {
-  const int limit = rows.limit(kTileRows - 1);
-  return limit > 0 ? (limit + kBlockKeys - 1) / kBlockKeys : 0;
+// Some row of the tile sees keys up to there.
+__device__ __forceinline__ int end_of(const Rows& rows) {
+  return rows.count > 0 ? rows.limit(kTileRows - 1) : 0;
 }
 
-// Those that are loaded: none where a row's result would have to wait and there is no room.
-__device__ __forceinline__ int blocks_loaded(const Rows& rows, bool can_wait) {
-  const int blocks = rows.count > 0 ? blocks_of(rows) : 0;
+__device__ __forceinline__ int blocks_until(int end) {
+  return end > 0 ? (end + kBlockKeys - 1) / kBlockKeys : 0;
+}
+
+// Blocks that are loaded: none where a row's result would have to wait and there is no room.
+__device__ __forceinline__ int blocks_loaded(int end, bool can_wait) {
+  const int blocks = blocks_until(end);
   return can_wait || blocks <= kSplitBlocks ? blocks : 0;
 }
 
@@ -244,7 +218,7 @@ __device__ __forceinline__ int blocks_loaded(const Rows& rows, bool can_wait) {
 __device__ __forceinline__ void write_nothing(const Rows& rows, unsigned short* out,
                                               long long row_stride, long long head_stride,
                                               float* lse, int thread) {
-  const bool impossible = rows.count > 0 && blocks_of(rows) > 0;
+  const bool impossible = blocks_until(end_of(rows)) > 0;
   const float value = impossible ? kNan : 0.0f;
   const unsigned pair = Element::pack(value, value);
 #pragma unroll 1
@@ -288,9 +262,15 @@ __device__ __forceinline__ void await_free(unsigned empty, unsigned parity) {
 #define KEY_MAPS
 #endif
 
+#if RANKS > 1
+#define CLUSTER __cluster_dims__(RANKS, 1, 1)
+#else
+#define CLUSTER
+#endif
+
 // work: [grid, kConsumerThreads, kDimTiles + 1, 4], see waiting.cuh. Where O waits in shared memory,
 // it only says that rows may have to wait.
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_ATTENTION_PARAMETERS, long long sequences_arg, long long tiles_arg,
                 long long causal_arg, double scale_arg, double scale_log2_arg, long long section_arg
                     Q_MAP KEY_MAPS) {
@@ -307,9 +287,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int lane = static_cast<int>(threadIdx.x) % 32;
   // Through a shuffle, so that the compiler knows it to be the same in all lanes.
   const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
+  const unsigned rank = kRanks > 1 ? cluster_rank() : 0;
 
   const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
-  const Places places = {static_cast<unsigned>(tiles_arg), kv_heads,
+  const Places<Rows, kRanks> places = {static_cast<unsigned>(tiles_arg), kv_heads,
                          kv_heads * static_cast<unsigned>(sequences_arg),
                          static_cast<unsigned>(group_arg), static_cast<unsigned>(section_arg),
                          causal_arg != 0};
@@ -318,13 +299,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (unsigned stage = 0; stage < kStages; ++stage) {
       mbarrier_init(barrier(kFullK, stage), kKeyArrivals);
       mbarrier_init(barrier(kFullV, stage), kKeyArrivals);
-      mbarrier_init(barrier(kEmptyK, stage), kConsumerThreads / 32);
-      mbarrier_init(barrier(kEmptyV, stage), kConsumerThreads / 32);
+      mbarrier_init(barrier(kEmptyK, stage), kRanks * kConsumerThreads / 32);
+      mbarrier_init(barrier(kEmptyV, stage), kRanks * kConsumerThreads / 32);
     }
     mbarrier_init(full_q, kTileArrivals);
     if constexpr (kTma || kTmaQ) fence_async_proxy();
+    if constexpr (kRanks > 1) fence_barriers();
   }
-  __syncthreads();
+  if constexpr (kRanks > 1) {
+    cluster_begin();
+    cluster_wait_for_others();
+  } else {
+    __syncthreads();
+  }
+  // The tile of a place, and the keys that the cluster goes through.
+  const auto rows_at = [&](unsigned place) {
+    return places(place, rank, cu_seqlens_q, lengths_k);
+  };
+  const auto end_at = [&](unsigned place, const Rows& rows) {
+    const int end = end_of(rows);
+    if constexpr (kRanks == 1) return end;
+    const int other = end_of(places(place, rank ^ 1, cu_seqlens_q, lengths_k));
+    return end > other ? end : other;
+  };
 
   Note* const notes = reinterpret_cast<Note*>(aligned + kNotes);  // of a tile and the next one
 
@@ -345,7 +342,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (tile_warp == 0 && is_elected()) prefetch_tensor_map(&q_map);
     // Of a warp, once it has noted its rows.
     const auto bring_q = [&](const Rows& rows, int first_place) {
-      if (tile_warp == 0 && is_elected()) {
+      // A tile without rows is there for the sake of another one's keys.
+      if (tile_warp == 0 && (kRanks == 1 || rows.count > 0) && is_elected()) {
         mbarrier_expect(full_q, kPanels * kQPanel);
         copy_box(base + kQTile, &q_map, full_q, 0, static_cast<int>(rows.kv_head * rows.group),
                  first_place, 0, 0);
@@ -398,19 +396,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (!is_elected()) return;
       prefetch_tensor_map(&k_map);
       prefetch_tensor_map(&v_map);
-      for (Deal deal; deal.place < places.count(); deal.next()) {
-        const Rows rows = places(deal.place, cu_seqlens_q, lengths_k);
-        const int blocks = blocks_loaded(rows, work != nullptr);
+      for (Deal<kRanks> deal; deal.place < places.count(); deal.next()) {
+        const Rows rows = rows_at(deal.place);
+        const int end = end_at(deal.place, rows);
+        const int blocks = blocks_loaded(end, work != nullptr);
         if (blocks == 0) continue;
-        const int end = rows.limit(kTileRows - 1);
         const int first_row = static_cast<int>(page_size_arg) - end;  // zeros from `end` on
         const auto load = [&](const TensorMap* map, int tiles, int full, int empty, int block) {
           const Turn turn(earlier_blocks + block);
           await_free(barrier(empty, turn.stage), turn.parity ^ 1);
           mbarrier_arrive_expecting(barrier(full, turn.stage), kStageBytes);
-          copy_box(base + tiles + turn.stage * kStageBytes, map, barrier(full, turn.stage), 0,
-                   first_row + block * kBlockKeys, 0, static_cast<int>(rows.kv_head),
-                   rows.k_begin + end);
+          constexpr int kOwnPanels = kPanels / kRanks;
+          copy_box<kRanks>(base + tiles + turn.stage * kStageBytes + rank * kOwnPanels * kKeyPanel,
+                           map, barrier(full, turn.stage), 0, first_row + block * kBlockKeys,
+                           static_cast<int>(rank) * kOwnPanels, static_cast<int>(rows.kv_head),
+                           rows.k_begin + end);
         };
         // In the order in which stages become free.
         load(&k_map, kKTiles, kFullK, kEmptyK, 0);
@@ -425,9 +425,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       return;
     }
     // Other warps prepare tiles, so that neither waits for the other's stages.
-    for (Deal deal; deal.place < places.count(); deal.next()) {
-      const Rows rows = places(deal.place, cu_seqlens_q, lengths_k);
-      const int blocks = blocks_loaded(rows, work != nullptr);
+    for (Deal<kRanks> deal; deal.place < places.count(); deal.next()) {
+      const Rows rows = rows_at(deal.place);
+      const int blocks = blocks_loaded(end_at(deal.place, rows), work != nullptr);
       if (blocks == 0) {
         write_nothing(rows, out, out_row_stride, out_head_stride, lse, tile_thread);
       } else {
@@ -438,9 +438,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #else
     const Strides k_strides = {k_page_stride, k_row_stride, k_head_stride};
     const Strides v_strides = {v_page_stride, v_row_stride, v_head_stride};
-    for (Deal deal; deal.place < places.count(); deal.next()) {
-      const Rows rows = places(deal.place, cu_seqlens_q, lengths_k);
-      const int blocks = blocks_loaded(rows, work != nullptr);
+    for (Deal<kRanks> deal; deal.place < places.count(); deal.next()) {
+      const Rows rows = rows_at(deal.place);
+      const int blocks = blocks_loaded(end_at(deal.place, rows), work != nullptr);
       if (blocks == 0) {
         write_nothing(rows, out, out_row_stride, out_head_stride, lse, tile_thread);
         continue;
@@ -490,7 +490,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   const auto release = [&](unsigned empty) {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(empty);
+    if constexpr (kRanks == 1) {
+      if (lane == 0) mbarrier_arrive(empty);
+    } else if (lane < kRanks) {
+      mbarrier_arrive_remote(shared_of(empty, static_cast<unsigned>(lane)));
+    }
   };
 
   float scores[kKeyTiles][4];
@@ -679,4 +683,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   // The last giving way is met, so that none is left over.
   if (consumer == 0) named_barrier(kFirstTurn, kTurnThreads);
+  if constexpr (kRanks > 1) {
+    // Not before the others have said here what they have released.
+    cluster_end();
+    cluster_wait_for_others();
+  }
 }

@@ -60,6 +60,41 @@ def check(
         raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive and finite")
 
 
+def check_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    causal: bool,
+    softmax_scale: float,
+) -> None:
+    """Raises on whatever the kernels of the backward could not take."""
+    rest = (cu_seqlens_q, cu_seqlens_k, None, None, max_seqlen_q, 1, causal, softmax_scale)
+    check(q, k, v, out, lse, *rest)
+    pairs = (("dout", dout, "q", q), ("dq", dq, "q", q), ("dk", dk, "k", k), ("dv", dv, "v", v))
+    for name, tensor, other_name, other in pairs:
+        if tensor.shape != other.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and {other_name} {tuple(other.shape)}; "
+                "they must agree"
+            )
+        _check_layout(name, tensor, q)
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether rows are contiguous and begin on 16-byte boundaries, if the tensor does."""
+    *outer, last = tensor.stride()
+    return last == 1 and all(stride % _CHUNK == 0 for stride in outer)
+
+
 def _check_query(q: Tensor) -> None:
     if q.device.type != "cuda":
         raise ValueError(f"q is on {q.device}; attention runs on CUDA devices")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rlbench.kernels.attention import combine, divisors, tensor_map
 from rlbench.kernels.attention.family import Family, every
-from rlbench.kernels.attention.launch import Launch, Plan, fits, kernel_of, sms
+from rlbench.kernels.attention.launch import Launch, Plan, clusters_at_once, fits, kernel_of, sms
 from rlbench.kernels.attention.request import BLOCK_KEYS, HEADS, split_keys
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def variant_for(request: Request) -> Variant | None:
     for ranks in ranks_for(request.q.shape[2]):
         variant = Variant(*request.build, ranks)
         possible = maps_of(request, variant) and fits(variant, request.device, _CAPABILITIES)
-        if possible and request.decode_units <= _room(variant, request.device):
+        if possible and request.decode_units <= clusters_at_once(variant, request.device):
             return variant
     return None
 
@@ -148,15 +148,3 @@ def maps_of(request: Request, variant: Variant) -> tuple[TensorMap, ...]:
         tensor_map.of_tiles(tensor_map.K, request.k, _TILE_KEYS, variant.unit_dims),
         tensor_map.of_tiles(tensor_map.V, request.v, _TILE_KEYS, variant.columns),
     )
-
-
-@functools.cache
-def _room(variant: Variant, device: int) -> int:
-    """Clusters that the GPU has at a time: its SMs are not divided evenly."""
-    from cuda.core import Device, LaunchConfig
-
-    config = LaunchConfig(
-        grid=1, cluster=variant.ranks, block=variant.threads, shmem_size=variant.shared_bytes
-    )
-    occupancy = kernel_of(variant, device).occupancy
-    return int(occupancy.max_active_clusters(config, stream=Device(device).default_stream))

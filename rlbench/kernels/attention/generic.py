@@ -22,6 +22,7 @@ class Variant(Family):
 
     name: ClassVar[str] = "generic"
     source: ClassVar[str] = "attention/attention_generic"
+    ranks: ClassVar[int] = 1
 
     tile_rows: int = 64
 

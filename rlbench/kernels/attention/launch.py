@@ -57,6 +57,18 @@ class Build(Protocol):
         """The macros that the source takes."""
 
 
+class ClusterBuild(Build, Protocol):
+    """A build whose thread blocks come in clusters."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+
+    @property
+    def ranks(self) -> int:
+        """Blocks of a cluster."""
+
+
 class Launch(NamedTuple):
     """One kernel of a plan. All of them take the same pointers, then `numbers`."""
 
@@ -64,7 +76,7 @@ class Launch(NamedTuple):
     kernel: Kernel
     numbers: tuple[int | float, ...]
     maps: tuple[TensorMap, ...] = ()
-    """What the kernel takes after them: made of the pointers."""
+    """What the kernel takes after them: made of the pointers, of which they say which."""
 
 
 class Plan(NamedTuple):
@@ -75,6 +87,8 @@ class Plan(NamedTuple):
     """In order; none where there is nothing to compute."""
     work: int
     """fp32 elements of scratch memory that the launches share."""
+    work_at: int = 5
+    """Which of their pointers it is."""
 
 
 def hopper_is_on() -> bool:
@@ -131,48 +145,46 @@ def sms(device: int) -> int:
     return int(Device(device).properties.multiprocessor_count)
 
 
+@functools.cache
+def clusters_at_once(build: ClusterBuild, device: int) -> int:
+    """Clusters that the GPU has at a time: its SMs are not divided evenly."""
+    from cuda.core import Device, LaunchConfig
+
+    config = LaunchConfig(
+        grid=1, cluster=build.ranks, block=build.threads, shmem_size=build.shared_bytes
+    )
+    occupancy = kernel_of(build, device).occupancy
+    return int(occupancy.max_active_clusters(config, stream=Device(device).default_stream))
+
+
 class Runner:
     """A plan, ready to be launched again and again."""
 
     def __init__(self, plan: Plan) -> None:
-        self.device, self._launches, self._work = plan
+        self.device, self._launches, self._work, self._work_at = plan
         self.is_empty = not plan.launches
         self.are_like: Callable[..., bool] = lambda *_: False
         """Whether tensors are like those of the call that it was planned for; may say no if so."""
         # What no thread is using just now: taking one and giving it back need no lock.
         self._idle: list[_Parameters] = []
 
-    def __call__(
-        self,
-        q: int,
-        k: int,
-        v: int,
-        out: int,
-        lse: int,
-        cu_seqlens_q: int,
-        lengths_k: int,
-        block_table: int,
-    ) -> None:
+    def __call__(self, *addresses: int) -> None:
         """Enqueue the launches on the present stream of the plan's device, which is the current one.
 
-        The arguments are addresses.
+        addresses: the kernels' pointers, those of q, k and v first; 0 for scratch memory.
         """
         try:
             parameters = self._idle.pop()
         except IndexError:
-            parameters = _Parameters(self._launches)
+            parameters = _Parameters(self._launches, len(addresses))
+        parameters.point_to(*addresses)
         work = scratch(self._work) if self._work else None
-        work_pointer = 0 if work is None else work.data_ptr()
-        _POINTERS.pack_into(
-            parameters.pointers,
-            0,
-            *(q, k, v, out, lse, work_pointer, cu_seqlens_q, lengths_k, block_table),
-        )
+        if work is not None:
+            _POINTER.pack_into(parameters.pointers, 8 * self._work_at, work.data_ptr())
         # As torch.compile's code asks for it.
         stream = torch._C._cuda_getCurrentRawStream(self.device)  # noqa: SLF001
-        tensors = q, k, v
-        if (stream, parameters.mapped(tensors)) != parameters.where:
-            parameters.move(stream, tensors)
+        if (stream, parameters.mapped(addresses)) != parameters.where:
+            parameters.move(stream, addresses)
         launch = _launch_function()
         for each in parameters.launches:
             status = launch(*each.arguments)
@@ -196,18 +208,20 @@ def _fail(status: int, config: LaunchConfig) -> NoReturn:
     raise RuntimeError(f"cuLaunchKernelEx returns {driver.CUresult(status)!r} for {config}")
 
 
-_Tensors = tuple[int, int, int]  # addresses of q, k and v: tensor_map.Q, K and V
-_POINTERS = struct.Struct("=9Q")  # that all kernels begin with (parameters.cuh)
+_Tensors = tuple[int, ...]  # addresses, in the order of the kernels' pointers
+_POINTER = struct.Struct("=Q")
 
 
 class _Parameters:
     """Of all launches, where the driver is told to look; for one thread at a time. It copies them
     when it is called."""
 
-    def __init__(self, launches: tuple[Launch, ...]) -> None:
-        self.pointers = ctypes.create_string_buffer(_POINTERS.size)
+    def __init__(self, launches: tuple[Launch, ...], count: int) -> None:
+        layout = struct.Struct(f"={count}Q")
+        self.pointers = ctypes.create_string_buffer(layout.size)
+        self.point_to = functools.partial(layout.pack_into, self.pointers, 0)
         begin = ctypes.addressof(self.pointers)
-        places = range(begin, begin + _POINTERS.size, 8)
+        places = range(begin, begin + layout.size, 8)
         self.launches = tuple(_LaunchParameters(each, places) for each in launches)
         pointers = sorted({each.pointer for launch in launches for each in launch.maps})
         self.mapped: Callable[[_Tensors], object] = itemgetter(*pointers) if pointers else len

@@ -79,6 +79,7 @@ def _forward(
     arguments = (
         *pointers,
         0 if lse is None else lse.data_ptr(),
+        0,  # scratch memory
         cu_seqlens_q.data_ptr(),
         lengths.data_ptr(),
         0 if block_table is None else block_table.data_ptr(),
@@ -95,7 +96,7 @@ def _runner(
     kind: tuple[object, ...], tensors: tuple[Tensor, ...], arguments: tuple[Any, ...]
 ) -> Runner:
     """Of a call that is not like the last one of its kind."""
-    key = (*kind, *map(_signature, tensors))
+    key = (*kind, *map(signature, tensors))
     runner = _plans.get(key)
     if runner is None:
         check(*arguments)
@@ -124,7 +125,7 @@ def _comparison(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
     return guards.check
 
 
-def _signature(tensor: Tensor) -> tuple[object, ...]:
+def signature(tensor: Tensor) -> tuple[object, ...]:
     """Whatever `check` looks at."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rlbench.kernels.attention import tensor_map, tiles
 from rlbench.kernels.attention.family import Family, every
-from rlbench.kernels.attention.launch import fits, sms
+from rlbench.kernels.attention.launch import clusters_at_once, fits, sms
 from rlbench.kernels.attention.request import BLOCK_KEYS, split_keys
 
 if TYPE_CHECKING:
@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 _NARROW = 64  # head dim
 _STAGES = 2  # of K and of V
 _CAPABILITIES = range(9, 10)  # wgmma
-_L2_BYTES = 24 << 20
-"""Of keys and values that all thread blocks read at a time: about what a half of an H200's L2 holds,
-since each half keeps what its SMs read."""
+_SHARED = (128, 256)
+"""Head dims at which the blocks of a cluster can share K and V: they have several panels."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,8 @@ class Variant(Family):
     """Packed K and V come by TMA. It does not change the bits."""
     tma_q: bool = False
     """Q does. That does not either."""
+    ranks: int = 1
+    """Thread blocks of a cluster, which share K and V. Nor does that."""
 
     @property
     def consumers(self) -> int:
@@ -59,7 +60,8 @@ class Variant(Family):
     @property
     def kernel(self) -> str:
         """The kernel's name."""
-        return super().kernel + ("_tma" if self.tma else "") + ("_tmaq" if self.tma_q else "")
+        own = ("_tma" if self.tma else "") + ("_tmaq" if self.tma_q else "")
+        return super().kernel + own + (f"_r{self.ranks}" if self.ranks > 1 else "")
 
     @property
     def waiting(self) -> int:
@@ -85,7 +87,7 @@ class Variant(Family):
     def defines(self) -> dict[str, str | int]:
         """The macros that the source takes."""
         own = {"TMA": int(self.tma), "TMA_Q": int(self.tma_q), "CONSUMERS": self.consumers}
-        return {**super().defines, **own}
+        return {**super().defines, **own, "RANKS": self.ranks}
 
 
 def variants() -> Iterator[Variant]:
@@ -94,6 +96,8 @@ def variants() -> Iterator[Variant]:
         for tma in (False,) if variant.paged else (False, True):
             for tma_q in (False, True):
                 yield replace(variant, tma=tma, tma_q=tma_q)
+        if not variant.paged and variant.head_dim in _SHARED:
+            yield replace(variant, tma=True, tma_q=True, ranks=2)
 
 
 def serves(request: Request) -> bool:
@@ -104,11 +108,16 @@ def serves(request: Request) -> bool:
 
 def plan(request: Request) -> Plan:
     """What the request launches. The device is the current one."""
-    build, maps = build_of(request)
     # Tiles are dealt out in turns, which is fair where all sequences are equally long; where they
     # are not, the GPU deals them out as blocks become free.
-    even = request.q.shape[0] == request.sequences * request.max_seqlen_q
-    most_blocks = sms(request.device) if even else tiles.MAX_GRID
+    if request.q.shape[0] != request.sequences * request.max_seqlen_q:
+        build, maps = build_of(request)
+        return tiles.plan(request, build, tiles.MAX_GRID, own_numbers(request), maps)
+    # K and V are worth sharing where they are long.
+    build, maps = build_of(request, 2 if request.splits > 1 else 1)
+    most_blocks = sms(request.device)
+    if build.ranks > 1:
+        most_blocks = clusters_at_once(build, request.device) * build.ranks
     return tiles.plan(request, build, most_blocks, own_numbers(request), maps)
 
 
@@ -118,30 +127,30 @@ def own_numbers(request: Request) -> tuple[int, ...]:
 
 
 def section(request: Request) -> int:
-    """Of how many KV heads of sequences the tiles are worked on at a time: as many as have room for
-    their keys and values in the L2, and a power of two."""
+    """Of how many KV heads of sequences the tiles are worked on at a time."""
     if request.block_table is None:
         keys = request.k.shape[0] / request.sequences
     else:
         keys = request.splits * split_keys(request.q.shape[2])
-    fitting = _L2_BYTES / (keys * request.q.shape[2] * 2 * request.q.element_size() or 1)
-    pairs = request.kv_heads * request.sequences
-    return min(pairs, 1 << max(0, int(fitting).bit_length() - 1))
+    return tiles.section(request.q, keys, request.kv_heads * request.sequences)
 
 
-def build_of(request: Request) -> tuple[Variant, tuple[TensorMap, ...]]:
+def build_of(request: Request, ranks: int = 1) -> tuple[Variant, tuple[TensorMap, ...]]:
     """What serves the request, and the maps that it takes after everything else: TMA copies what
-    there can be a map of."""
-    keys = _maps_of_keys(request)
+    there can be a map of. Clusters have so many ranks, if they can."""
+    keys = _maps_of_keys(request, 1)
     build = Variant(*request.build, tma=bool(keys))
     of_q = tensor_map.of_queries(tensor_map.Q, request.q, request.group, build.tile_rows)
     queries = tensor_map.usable(of_q)
+    if ranks > 1 and keys and queries and request.q.shape[2] in _SHARED:
+        build, keys = replace(build, ranks=ranks), _maps_of_keys(request, ranks)
     return replace(build, tma_q=bool(queries)), (*queries, *keys)
 
 
-def _maps_of_keys(request: Request) -> tuple[TensorMap, ...]:
+def _maps_of_keys(request: Request, parts: int) -> tuple[TensorMap, ...]:
     if request.block_table is not None:
         return ()
     return tensor_map.usable(
-        tensor_map.of_keys(tensor_map.K, request.k), tensor_map.of_keys(tensor_map.V, request.v)
+        tensor_map.of_keys(tensor_map.K, request.k, parts),
+        tensor_map.of_keys(tensor_map.V, request.v, parts),
     )

@@ -1,6 +1,6 @@
 """Tensor maps: how the tensor memory accelerator finds queries, keys and values (CUtensorMap).
 
-`of_queries` and `of_keys` are for the prefill, `of_tiles` and `of_ends` for decode steps. A box comes to shared memory
+`of_queries` and `of_keys` are for the prefill, `of_tiles` and `of_ends` for decode steps, `of_rows` for the backward. A box comes to shared memory
 with the swizzle of its rows' bytes: 128, 64 or 32.
 
 For the prefill, a sequence may end anywhere in a block of keys, and what is after it must come as
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 SWITCH = "RLBENCH_ATTENTION_TMA"
 """Environment variable: 0 has everything copied by cp.async, with the same bits."""
 Q, K, V = 0, 1, 2  # among a launch's pointers
+DOUT = 5  # among a backward's
 BYTES = 128  # of an encoded map
 _ALIGNMENT = 128  # the driver asks for 64, its header for 128
 _PANEL = 64  # elements of a row that lie together in shared memory: what the swizzle is for
@@ -79,10 +80,13 @@ class Encoded(NamedTuple):
     memory: ctypes.Array[ctypes.c_char]
 
 
-def of_keys(pointer: int, keys: Tensor) -> TensorMap | None:
+def of_keys(
+    pointer: int, keys: Tensor, parts: int = 1, block: int | None = None
+) -> TensorMap | None:
     """The map of packed K or V [total_k, kv_heads, head_dim], or None if there can be none.
 
-    The tensor has satisfied `checks.check`. A box is a block of keys of one head.
+    The tensor has satisfied `checks.check`. A box is a block of keys of one head, as many as the
+    definition's blocks have unless it says, or a part of its panels, of which there are so many.
     """
     rows, heads, head_dim = keys.shape
     panels = head_dim // _PANEL
@@ -92,6 +96,7 @@ def of_keys(pointer: int, keys: Tensor) -> TensorMap | None:
         and heads < _COORDINATE_LIMIT
         and _is_stride(row_stride)
         and _is_stride(head_stride)
+        and panels % parts == 0
     )
     if not possible:
         return None
@@ -100,7 +105,7 @@ def of_keys(pointer: int, keys: Tensor) -> TensorMap | None:
         -rows * row_stride,
         (_PANEL, rows, panels, heads, rows + 1),
         (row_stride, _PANEL * _ELEMENT_BYTES, head_stride, row_stride),
-        (_PANEL, BLOCK_KEYS[head_dim], panels, 1, 1),
+        (_PANEL, block or BLOCK_KEYS[head_dim], panels // parts, 1, 1),
     )
 
 
@@ -129,6 +134,40 @@ def of_queries(pointer: int, q: Tensor, group: int, tile_rows: int) -> TensorMap
         (_PANEL, heads, rows, panels, 1),
         (head_stride, row_stride, _PANEL * _ELEMENT_BYTES, head_dim * _ELEMENT_BYTES),
         (_PANEL, group, tile_rows // group, panels, 1),
+    )
+
+
+def of_rows(
+    pointer: int, tensor: Tensor, group: int, tile_rows: int, parts: int = 1
+) -> TensorMap | None:
+    """The map of q, or what is shaped like it, [total_q, heads, head_dim], whose boxes end where their
+    sequence does, or None if there can be none.
+
+    The tensor has satisfied `checks.check`. A box is a tile of (position, head in group) pairs, which
+    has to be whole positions, and zeros behind the end, or a part of its panels, of which there are so
+    many. The dimensions are the elements of a panel,
+    heads, x < total_q, panels, and y. A box of the positions from p on of a sequence with n, which
+    begins at a row, is at x = total_q - n + p, y = row + n.
+    """
+    rows, heads, head_dim = tensor.shape
+    row_stride, head_stride = _strides(tensor)
+    panels = head_dim // _PANEL
+    possible = (
+        tile_rows % group == 0
+        and panels % parts == 0
+        and 0 < rows < _COORDINATE_LIMIT - 1
+        and heads < _COORDINATE_LIMIT
+        and _is_stride(row_stride)
+        and _is_stride(head_stride)
+    )
+    if not possible:
+        return None
+    return TensorMap(
+        pointer,
+        -rows * row_stride,
+        (_PANEL, heads, rows, panels, rows + 1),
+        (head_stride, row_stride, _PANEL * _ELEMENT_BYTES, row_stride),
+        (_PANEL, group, tile_rows // group, panels // parts, 1),
     )
 
 

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from rlbench.kernels.attention.launch import Build, Launch, Plan, kernel_of
+from rlbench.kernels.attention.launch import ClusterBuild, Launch, Plan, kernel_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rlbench.kernels.attention.request import Request
     from rlbench.kernels.attention.tensor_map import TensorMap
 
 MAX_GRID = 2**31 - 1
+
+
+_L2_BYTES = 24 << 20
+"""Of keys and values that all thread blocks read at a time: about what a half of an H200's L2 holds,
+since each half keeps what its SMs read."""
+
+
+def section(q: Tensor, keys: float, pairs: int) -> int:
+    """Of how many of these (sequence, KV head) pairs the tiles are worked on at a time: as many as have
+    room for their keys and values, so many of each, in the L2, and a power of two."""
+    fitting = _L2_BYTES / (keys * q.shape[2] * 2 * q.element_size() or 1)
+    return min(pairs, 1 << max(0, int(fitting).bit_length() - 1))
 
 
 def waiting(row_threads: int, head_dim: int) -> int:
@@ -19,8 +33,8 @@ def waiting(row_threads: int, head_dim: int) -> int:
     return row_threads * (head_dim // 8 + 1) * 4
 
 
-class TiledBuild(Build, Protocol):
-    """A build of such a source."""
+class TiledBuild(ClusterBuild, Protocol):
+    """A build of such a source. The blocks of a cluster take neighbouring tiles."""
 
     @property
     def tile_rows(self) -> int:
@@ -30,10 +44,6 @@ class TiledBuild(Build, Protocol):
     def work(self) -> int:
         """fp32 elements of scratch memory that a block needs where rows have several splits, one at
         least: it takes the memory for a promise that they may."""
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
 
 
 def plan(
@@ -52,15 +62,15 @@ def plan(
     """
     from cuda.core import LaunchConfig
 
-    tiles = -(-request.max_seqlen_q * request.group // build.tile_rows)
+    tiles = -(-request.max_seqlen_q * request.group // (build.tile_rows * build.ranks))
     places = tiles * request.kv_heads * request.sequences
-    if places > MAX_GRID:
+    if places * build.ranks > MAX_GRID:
         raise ValueError(
             f"max_seqlen_q {request.max_seqlen_q} for {request.sequences} sequences and "
-            f"{request.q.shape[1]} heads needs {places} thread blocks; at most {MAX_GRID} can be "
+            f"{request.q.shape[1]} heads needs {places * build.ranks} thread blocks; at most {MAX_GRID} can be "
             "started"
         )
-    blocks = min(places, most_blocks)
+    blocks = min(places, max(1, most_blocks // build.ranks)) * build.ranks
     counts = (request.sequences, tiles, 1 if request.causal else 0)
     numbers = (*request.first_numbers, *counts, *request.scales, *own_numbers)
     config = LaunchConfig(grid=blocks, block=build.threads, shmem_size=build.shared_bytes)

@@ -39,7 +39,18 @@ __device__ __forceinline__ void cluster_begin() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
-// Waits until all threads of the cluster have begun: before that the others have no shared memory.
+// Says that this block is done with the others' shared memory.
+__device__ __forceinline__ void cluster_end() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+// Arrives at a barrier of another block (shared_of its address).
+__device__ __forceinline__ void mbarrier_arrive_remote(unsigned remote) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
+}
+
+// Waits until all threads of the cluster that have not ended have begun, or are done: before the former,
+// and after the latter, the others have no shared memory.
 __device__ __forceinline__ void cluster_wait_for_others() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

@@ -11,12 +11,16 @@ namespace rlbench {
 
 // The two storage types. A value lives in memory as 16 raw bits; pack() rounds two floats to
 // nearest even and puts the first into the lower half, which is the lower address and the lower k
-// index.
+// index. value() takes a half in the lower bits, and zeros above.
 struct Bf16 {
   static __device__ __forceinline__ unsigned pack(float low, float high) {
     unsigned packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
+  }
+
+  static __device__ __forceinline__ float value(unsigned half) {
+    return __uint_as_float(half << 16);
   }
 };
 
@@ -25,6 +29,12 @@ struct Fp16 {
     unsigned packed;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
+  }
+
+  static __device__ __forceinline__ float value(unsigned half) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(static_cast<unsigned short>(half)));
+    return wide;
   }
 };
 

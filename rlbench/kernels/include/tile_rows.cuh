@@ -9,6 +9,46 @@ namespace rlbench {
 
 constexpr int kWarpRows = 16;  // that one warp has of a tile
 
+// The upper lane's first for the lower lane's second.
+__device__ __forceinline__ void exchange(unsigned& first, unsigned& second, bool upper,
+                                         int distance) {
+  const unsigned sent = upper ? first : second;
+  const unsigned got = __shfl_xor_sync(kFullWarp, sent, distance);
+  if (upper) {
+    first = got;
+  } else {
+    second = got;
+  }
+}
+
+// Multiplies a lane's part of a row (half: of the row g or g + 8) of accumulator tiles, rounds it, and
+// writes it if the row is present, each lane of a quad a whole chunk of 16 bytes.
+template <class Element, int kTiles>
+__device__ __forceinline__ void write_row(const float (&tiles)[kTiles][4], int half, float factor,
+                                          unsigned short* row, bool present, int lane) {
+  static_assert(kTiles % 4 == 0, "a quad writes four chunks");
+  const bool odd = lane % 2 != 0;
+  const bool high = lane % 4 >= 2;
+#pragma unroll
+  for (int n = 0; n < kTiles; n += 4) {
+    unsigned words[4];  // of four tiles, this lane's columns
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      words[j] = Element::pack(__fmaf_rn(tiles[n + j][2 * half], factor, 0.0f),
+                               __fmaf_rn(tiles[n + j][2 * half + 1], factor, 0.0f));
+    }
+    // Transposed among the quad: then a lane has all columns of one tile.
+    exchange(words[0], words[1], odd, 1);
+    exchange(words[2], words[3], odd, 1);
+    exchange(words[0], words[2], high, 2);
+    exchange(words[1], words[3], high, 2);
+    if (present) {
+      *reinterpret_cast<uint4*>(row + lane % 4 * 8 + 8 * n) =
+          make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+}
+
 // What is done to a tile's rows. Rows knows their `count`, limit(row), offset(row, ...) and heads().
 template <class Rows>
 struct RowAccess {
@@ -53,47 +93,24 @@ struct RowAccess {
                                         long long row_stride, long long head_stride, float* lse,
                                         double scale, bool impossible, int warp_row,
                                         int lane) const {
-    static_assert(kDimTiles % 4 == 0, "a quad writes four chunks");
     float inverse[2];
     end(softmax, inverse, lse, scale, impossible, warp_row, lane);
-    const bool odd = lane % 2 != 0;
-    const bool high = lane % 4 >= 2;
+    write_times<Element>(inverse, acc, out, row_stride, head_stride, warp_row, lane);
+  }
+
+  // Multiplies a lane's two rows by that and writes them.
+  template <class Element, int kDimTiles>
+  __device__ __forceinline__ void write_times(const float (&factors)[2],
+                                              const float (&acc)[kDimTiles][4], unsigned short* out,
+                                              long long row_stride, long long head_stride,
+                                              int warp_row, int lane) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = warp_row + lane / 4 + 8 * r;
       const bool present = row < self().count;
-      unsigned short* target =
-          out + (present ? self().offset(row, row_stride, head_stride) : 0) + lane % 4 * 8;
-#pragma unroll
-      for (int n = 0; n < kDimTiles; n += 4) {
-        unsigned words[4];  // of four tiles, this lane's columns
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          words[j] = Element::pack(__fmaf_rn(acc[n + j][2 * r], inverse[r], 0.0f),
-                                   __fmaf_rn(acc[n + j][2 * r + 1], inverse[r], 0.0f));
-        }
-        // Transposed among the quad: then a lane has all columns of one tile.
-        exchange(words[0], words[1], odd, 1);
-        exchange(words[2], words[3], odd, 1);
-        exchange(words[0], words[2], high, 2);
-        exchange(words[1], words[3], high, 2);
-        if (present) {
-          *reinterpret_cast<uint4*>(target + 8 * n) =
-              make_uint4(words[0], words[1], words[2], words[3]);
-        }
-      }
-    }
-  }
-
-  // The upper lane's first for the lower lane's second.
-  static __device__ __forceinline__ void exchange(unsigned& first, unsigned& second, bool upper,
-                                                  int distance) {
-    const unsigned sent = upper ? first : second;
-    const unsigned got = __shfl_xor_sync(kFullWarp, sent, distance);
-    if (upper) {
-      first = got;
-    } else {
-      second = got;
+      write_row<Element>(acc, r, factors[r],
+                         out + (present ? self().offset(row, row_stride, head_stride) : 0), present,
+                         lane);
     }
   }
 };

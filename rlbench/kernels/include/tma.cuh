@@ -40,6 +40,23 @@ __device__ __forceinline__ void copy_box(unsigned shared, const TensorMap* map, 
       : "memory");
 }
 
+// The same for all kRanks blocks of a cluster: the box comes to where they have what this one has at
+// `shared`, and is counted towards their barriers.
+template <int kRanks>
+__device__ __forceinline__ void copy_box(unsigned shared, const TensorMap* map, unsigned barrier,
+                                         int c0, int c1, int c2, int c3, int c4) {
+  if constexpr (kRanks == 1) {
+    copy_box(shared, map, barrier, c0, c1, c2, c3, c4);
+  } else {
+    constexpr unsigned short kAll = (1 << kRanks) - 1;
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(kAll)
+        : "memory");
+  }
+}
+
 // Starts bringing a box into the L2.
 __device__ __forceinline__ void prefetch_box(const TensorMap* map, int c0, int c1, int c2, int c3,
                                              int c4) {

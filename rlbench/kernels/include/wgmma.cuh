@@ -16,8 +16,9 @@ namespace rlbench {
 struct Matrix {
   unsigned low;  // half of a descriptor; the other one is a constant
 
+  // In a cluster, an address has its block's rank above these bits.
   __device__ __forceinline__ Matrix(unsigned shared, unsigned panel_stride)
-      : low(panel_stride >> 4 << 16 | shared >> 4) {}
+      : low(panel_stride >> 4 << 16 | (shared & 0x3ffff) >> 4) {}
 
   // The descriptor of what begins so many bytes on; one addition, since shared memory ends long
   // before the address's 14 bits overflow.
@@ -115,7 +116,19 @@ __device__ __forceinline__ void keep_order(unsigned (&tiles)[kTiles][4]) {
                  : "l"(a), "l"(b), "r"(accumulate));                                              \
   }
 
-// The same with A in registers, which have the numbers A, and B MN-major in shared memory.
+// The same with A in registers, which have the numbers A.
+#define RLBENCH_ROW_SCORES(TYPE, TILES, COLUMNS, REGISTERS, A, B, P)                              \
+  static __device__ __forceinline__ void row_scores(float (&acc)[TILES][4],                       \
+                                                    const unsigned (&a)[4], unsigned long long b, \
+                                                    int accumulate) {                             \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " P                                               \
+                 ", 0; wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." TYPE "." TYPE        \
+                 " {" RLBENCH_REGISTERS_##REGISTERS "}, {" A "}, " B ", p, 1, 1, 0;}"             \
+                 : RLBENCH_TILES_##TILES(0)                                                       \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));          \
+  }
+
+// The same with B MN-major.
 #define RLBENCH_VALUES(TYPE, TILES, COLUMNS, REGISTERS, A, B, P)                                  \
   static __device__ __forceinline__ void values(float (&acc)[TILES][4], const unsigned (&a)[4],   \
                                                 unsigned long long b, int accumulate) {           \
@@ -126,13 +139,15 @@ __device__ __forceinline__ void keep_order(unsigned (&tiles)[kTiles][4]) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));          \
   }
 
-// The widths that attention needs, by n8 tiles: 10 and 16 for keys, 8, 16 and 32 for head dims.
+// The widths that attention needs, by n8 tiles: 8, 10 and 16 for keys or rows, 8, 16 and 32 for head dims.
 template <class Element, int kTiles>
 struct Wgmma;
 
 #define RLBENCH_WGMMA(ELEMENT, TYPE)                                                              \
   template <>                                                                                     \
   struct Wgmma<ELEMENT, 8> {                                                                      \
+    RLBENCH_SCORES(TYPE, 8, "64", 32, "%32", "%33", "%34")                                        \
+    RLBENCH_ROW_SCORES(TYPE, 8, "64", 32, "%32, %33, %34, %35", "%36", "%37")                     \
     RLBENCH_VALUES(TYPE, 8, "64", 32, "%32, %33, %34, %35", "%36", "%37")                         \
   };                                                                                              \
   template <>                                                                                     \
@@ -154,6 +169,7 @@ RLBENCH_WGMMA(Fp16, "f16")
 
 #undef RLBENCH_WGMMA
 #undef RLBENCH_VALUES
+#undef RLBENCH_ROW_SCORES
 #undef RLBENCH_SCORES
 #undef RLBENCH_TILES_32
 #undef RLBENCH_TILES_16

@@ -72,6 +72,7 @@ inline bool __any_sync(unsigned, bool mine) {
 
 inline void __syncwarp() { emulator::exchange("__syncwarp", {}); }
 inline void __syncthreads() { emulator::sync_threads(); }
+[[noreturn]] inline void __trap() { emulator::fault("trap"); }
 
 // Contraction is off (builds.py), so each of these rounds once.
 inline float __fmul_rn(float a, float b) { return a * b; }

@@ -54,6 +54,13 @@ struct Meeting {
       ++generation;
     }
   }
+
+  // Somebody who has not arrived will not.
+  void leave(unsigned expected) {
+    if (arrived != expected) return;
+    arrived = 0;
+    ++generation;
+  }
 };
 
 struct Warp {
@@ -120,7 +127,7 @@ struct Block {
 
 struct Cluster {
   std::vector<Block> blocks;
-  unsigned threads;
+  unsigned live;  // threads
   Meeting meeting;
 };
 
@@ -188,7 +195,7 @@ void meet(Meeting& meeting, unsigned expected, const char* what, unsigned which 
 }
 
 Barrier& barrier_at(unsigned address, Block& owner = block()) {
-  const auto found = owner.barriers.find(address);
+  const auto found = owner.barriers.find(address & kAddress);
   if (found == owner.barriers.end()) fault("there is no mbarrier at %u", address);
   return found->second;
 }
@@ -253,6 +260,7 @@ void run_thread() {
   self.done = true;
   self.waits_for = "";
   self.which = 0;
+  if (--cluster->live > 0) cluster->meeting.leave(cluster->live);
   if (--self.mine->live == 0 && !self.mine->boxes.empty()) fault("a block ended before its boxes");
   emulator_switch(&self.stack_pointer, scheduler);
 }
@@ -388,9 +396,10 @@ const Words* exchange(const char* what, const Words& mine) {
 // All threads, also those that have ended: a kernel in which they miss is to be noticed.
 void sync_threads() { meet(block().all, block().threads, "__syncthreads"); }
 
+// Of all threads that have not ended.
 void cluster_arrive() {
   fiber().cluster_generation = cluster->meeting.generation;
-  cluster->meeting.arrive(cluster->threads);
+  cluster->meeting.arrive(cluster->live);
 }
 
 void cluster_wait() {
@@ -415,11 +424,16 @@ void named_sync(int id, unsigned threads) {
 
 void barrier_init(unsigned barrier, unsigned arrivals) {
   shared_bytes(barrier, 8);
-  block().barriers[barrier].expected = arrivals;
+  block().barriers[barrier & kAddress].expected = arrivals;
 }
 
 void barrier_arrive(unsigned barrier) {
   barrier_at(barrier).arrive();
+}
+
+void barrier_arrive(unsigned rank, unsigned barrier) {
+  shared_bytes_of(rank, barrier, 8);
+  barrier_at(barrier, cluster->blocks[rank]).arrive();
 }
 
 void send(unsigned rank, unsigned address, float first, float second, unsigned barrier) {
@@ -440,7 +454,7 @@ void barrier_wait(unsigned barrier, unsigned parity) {
 void write_zeros(unsigned shared) {
   if (shared % 16 != 0) fault("a write to %u, which is not aligned", shared);
   std::memset(shared_bytes(shared, 16), 0, 16);
-  block().unfenced[shared] = running;
+  block().unfenced[shared & kAddress] = running;
 }
 
 void fence_writes() {
@@ -459,7 +473,7 @@ void start_copy(unsigned shared, const void* global, bool present) {
   if (shared % 16 != 0) fault("a copy to %u, which is not aligned", shared);
   shared_bytes(shared, 16);
   if (present) check_global(global, 16);
-  const Copy copy = {shared, global, present};
+  const Copy copy = {shared & kAddress, global, present};
   if (launched.lazy) {
     fiber().open_copies.push_back(copy);
   } else {
@@ -494,14 +508,26 @@ void check_box(const TensorMap& map, const Coordinates& first) {
   }
 }
 
-void start_box(unsigned shared, const TensorMap& map, unsigned barrier, const Coordinates& first) {
+static void start_box_to(Block& to, unsigned char* memory, unsigned shared, size_t bytes,
+                         const TensorMap& map, unsigned barrier, const Coordinates& first) {
+  const unsigned begin = shared & kAddress;
+  const auto write = to.unfenced.lower_bound(begin);
+  if (write != to.unfenced.end() && write->first < begin + bytes) {
+    fault("a box to %u, where a write to %u has not been fenced", begin, write->first);
+  }
+  const Box box = {memory, begin, map, first, &barrier_at(barrier, to)};
+  if (launched.lazy) {
+    to.boxes.push_back(box);
+  } else {
+    perform(box);
+  }
+}
+
+void start_box(unsigned shared, const TensorMap& map, unsigned barrier, const Coordinates& first,
+               unsigned ranks) {
   check_box(map, first);
   size_t bytes = 2;
   for (const uint64_t size : map.box) bytes *= size;
-  const auto write = block().unfenced.lower_bound(shared);
-  if (write != block().unfenced.end() && write->first < shared + bytes) {
-    fault("a box to %u, where a write to %u has not been fenced", shared, write->first);
-  }
   const uint64_t row = map.box[0] * 2;
   if (row != 32 && row != 64 && row != 128) fault("a box of %zu bytes a row", row);
   if (shared % (row * 8) != 0) fault("a box to %u, where the swizzle does not begin", shared);
@@ -510,11 +536,10 @@ void start_box(unsigned shared, const TensorMap& map, unsigned barrier, const Co
   for (const uint64_t stride : map.strides) {
     if (stride % 16 != 0 || stride == 0 || stride >> 40) fault("a tensor map with such strides");
   }
-  const Box box = {shared_bytes(shared, bytes), shared, map, first, &barrier_at(barrier)};
-  if (launched.lazy) {
-    block().boxes.push_back(box);
-  } else {
-    perform(box);
+  if (ranks == 0) start_box_to(block(), shared_bytes(shared, bytes), shared, bytes, map, barrier, first);
+  for (unsigned rank = 0; rank < ranks; ++rank) {
+    unsigned char* memory = shared_bytes_of(rank, shared, bytes);
+    start_box_to(cluster->blocks[rank], memory, shared, bytes, map, barrier, first);
   }
 }
 

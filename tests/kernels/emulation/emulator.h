@@ -23,13 +23,18 @@ extern Index grid;
 
 // Shared memory has addresses from here on: 0 is not one of them, as on a GPU.
 constexpr unsigned kSharedBegin = 1024;
+// In a cluster, the rank of its block is above them, as on a GPU.
+constexpr unsigned kRankShift = 24;
+constexpr unsigned kAddress = (1u << kRankShift) - 1;
 
 // Ends the process and says why. What a kernel must not do is found here.
 [[noreturn]] void fault(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 // Where so many bytes of shared memory are, of this thread's block or of one of its cluster.
 inline unsigned char* shared_bytes(unsigned address, size_t bytes) {
-  const unsigned offset = address - kSharedBegin;  // a very large one if it is before that
+  const unsigned rank = address >> kRankShift;
+  if (rank != 0 && rank != running->rank) fault("%u is another block's", address);
+  const unsigned offset = (address & kAddress) - kSharedBegin;  // a very large one if before that
   if (offset + bytes > running->shared_size) {
     fault("shared memory has no %zu bytes at %u", bytes, address);
   }
@@ -57,6 +62,7 @@ void named_sync(int id, unsigned threads);
 
 void barrier_init(unsigned barrier, unsigned arrivals);
 void barrier_arrive(unsigned barrier);
+void barrier_arrive(unsigned rank, unsigned barrier);
 // Eight bytes to a block of the cluster, counted towards a barrier that it has.
 void send(unsigned rank, unsigned address, float first, float second, unsigned barrier);
 void barrier_wait(unsigned barrier, unsigned parity);
@@ -93,7 +99,9 @@ struct Coordinates {
 void check_box(const TensorMap& map, const Coordinates& first);
 
 // Asynchronous copies of boxes, zeros outside of the tensor; lazy in the same way.
-void start_box(unsigned shared, const TensorMap& map, unsigned barrier, const Coordinates& first);
+// With several ranks, to as many blocks of the cluster.
+void start_box(unsigned shared, const TensorMap& map, unsigned barrier, const Coordinates& first,
+               unsigned ranks = 0);
 
 // Asynchronous products, lazy in the same way: run(product) does the lane's part.
 struct Product {

@@ -25,7 +25,16 @@ from emulation.problems import (
     gapped,
     problem_of,
 )
-from rlbench.kernels.attention import combine, decode, generic, prefill, stream, tensor_map, tiles
+from rlbench.kernels.attention import (
+    backward,
+    combine,
+    decode,
+    generic,
+    prefill,
+    stream,
+    tensor_map,
+    tiles,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,10 +47,13 @@ def generic_plan(problem: Problem) -> Plan:
         return tiles.plan(problem.request, generic.Variant(*problem.request.build))
 
 
-def prefill_plan(problem: Problem, most_blocks: int = tiles.MAX_GRID, *, tma: bool = False) -> Plan:
-    """tma: queries and packed keys come by TMA, if they can."""
+def prefill_plan(
+    problem: Problem, most_blocks: int = tiles.MAX_GRID, *, tma: bool = False, ranks: int = 1
+) -> Plan:
+    """tma: queries and packed keys come by TMA, if they can. ranks: blocks of a cluster."""
     with mock.patch.object(tensor_map, "are_on", return_value=tma):
-        build, maps = prefill.build_of(problem.request)
+        build, maps = prefill.build_of(problem.request, ranks)
+    assert build.ranks == ranks
     with _gpu():
         own_numbers = prefill.own_numbers(problem.request)
         return tiles.plan(problem.request, build, most_blocks, own_numbers, maps)
@@ -75,10 +87,12 @@ def stream_plan(problem: Problem, *, whole: bool, tma: bool = False) -> Plan:
 @contextmanager
 def _gpu(sms: int = 1) -> Iterator[None]:
     with ExitStack() as patches:
-        for module in (tiles, combine, decode, stream):
+        for module in (tiles, combine, decode, stream, backward):
             patches.enter_context(mock.patch.object(module, "kernel_of", lambda build, _: build))
-        for module in (prefill, decode, stream):
+        for module in (prefill, decode, stream, backward):
             patches.enter_context(mock.patch.object(module, "sms", return_value=sms))
+        room = mock.patch.object(prefill, "clusters_at_once", lambda build, _: sms // build.ranks)
+        patches.enter_context(room)
         yield
 
 

@@ -5,14 +5,15 @@
 
 namespace rlbench {
 
-constexpr unsigned kRankShift = 24;  // a remote address is a rank and an address
+using emulator::kAddress, emulator::kRankShift;
 
 inline unsigned cluster_rank() { return emulator::running->rank; }
 
-inline unsigned shared_of(unsigned shared, unsigned rank) { return rank << kRankShift | shared; }
+inline unsigned shared_of(unsigned shared, unsigned rank) {
+  return rank << kRankShift | (shared & kAddress);
+}
 
 inline void send_remote(unsigned remote, float first, float second, unsigned barrier) {
-  constexpr unsigned kAddress = (1u << kRankShift) - 1;
   emulator::send(remote >> kRankShift, remote & kAddress, first, second, barrier & kAddress);
 }
 
@@ -20,7 +21,12 @@ inline void send_remote(unsigned remote, unsigned first, unsigned second, unsign
   send_remote(remote, __builtin_bit_cast(float, first), __builtin_bit_cast(float, second), barrier);
 }
 
+inline void mbarrier_arrive_remote(unsigned remote) {
+  emulator::barrier_arrive(remote >> kRankShift, remote & kAddress);
+}
+
 inline void cluster_begin() { emulator::cluster_arrive(); }
+inline void cluster_end() { emulator::cluster_arrive(); }
 inline void cluster_wait_for_others() { emulator::cluster_wait(); }
 
 inline void let_next_grid_start() {}

@@ -8,7 +8,8 @@ namespace rlbench {
 
 inline unsigned shared_address(const void* pointer) {
   const auto* byte = static_cast<const unsigned char*>(pointer);
-  return emulator::kSharedBegin + static_cast<unsigned>(byte - emulator::running->shared);
+  const auto offset = static_cast<unsigned>(byte - emulator::running->shared);
+  return emulator::running->rank << emulator::kRankShift | (emulator::kSharedBegin + offset);
 }
 
 inline void copy_async(unsigned shared, const void* global, bool present) {

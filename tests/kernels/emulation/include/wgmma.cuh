@@ -9,7 +9,7 @@ namespace rlbench {
 struct Matrix {
   unsigned low;
 
-  Matrix(unsigned shared, unsigned panel_stride) : low(panel_stride >> 4 << 16 | shared >> 4) {}
+  Matrix(unsigned shared, unsigned panel_stride) : low(panel_stride >> 4 << 16 | (shared & 0x3ffff) >> 4) {}
 
   unsigned long long descriptor(unsigned bytes) const {
     return 1ull << 62 | (1024ull >> 4) << 32 | (low + (bytes >> 4));
@@ -60,8 +60,20 @@ struct Wgmma {
 
   static void values(float (&acc)[kTiles][4], const unsigned (&a)[4], unsigned long long b,
                      int accumulate) {
+    start(multiply_rows, acc, a, b, accumulate);
+  }
+
+  static void row_scores(float (&acc)[kTiles][4], const unsigned (&a)[4], unsigned long long b,
+                         int accumulate) {
+    start(multiply_rows_by_rows, acc, a, b, accumulate);
+  }
+
+ private:
+  // A in registers.
+  static void start(void (*run)(const emulator::Product&), float (&acc)[kTiles][4],
+                    const unsigned (&a)[4], unsigned long long b, int accumulate) {
     const emulator::Words* words = emulator::exchange("wgmma", {{a[0], a[1], a[2], a[3]}});
-    emulator::Product product = {multiply_rows, &acc[0][0], 0, b, {}, accumulate != 0};
+    emulator::Product product = {run, &acc[0][0], 0, b, {}, accumulate != 0};
     for (int lower = 0; lower < 2; ++lower) {
       for (int k = 0; k < 16; ++k) {
         product.rows[lower][k] =
@@ -71,7 +83,6 @@ struct Wgmma {
     emulator::start_product(product);
   }
 
- private:
   // A and B K-major in shared memory.
   static void multiply(const emulator::Product& product) {
     const Descriptor a(product.a), b(product.b);
@@ -92,6 +103,12 @@ struct Wgmma {
       b.begin = begin + column / 64 * b.panel_stride;
       return b.at<Element>(k, column % 64);
     });
+  }
+
+  // A in registers, B K-major.
+  static void multiply_rows_by_rows(const emulator::Product& product) {
+    const Descriptor b(product.b);
+    add(product, product.rows, [&](unsigned k, unsigned column) { return b.at<Element>(column, k); });
   }
 
   template <class B>

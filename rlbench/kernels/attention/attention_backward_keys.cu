@@ -1,0 +1,162 @@
+// The gradients of the keys and values, for every GPU from sm_80. attention_backward_queries.cu, which
+// comes before it and leaves `delta`, defines the result.
+//
+// THE SCHEDULE
+//
+// A thread block takes kTileKeys keys of one KV head and all rows that see one of them, some at a time:
+// one buffer each for Q, dO, K and V. Products are transposed, keys by rows, which is the same chains.
+// 16 keys are two warps': one has dV, the other dK, because registers hold one of them. Both find the
+// weights.
+
+#include "backward.cuh"
+#include "copy.cuh"
+#include "keys.cuh"
+#include "mma.cuh"
+#include "numeric.cuh"
+#include "tile_rows.cuh"
+
+// The build's defines: HEAD_DIM (64, 128, 256), ELEMENT (Bf16, Fp16), TILE_KEYS (a multiple of 16),
+// CHUNK_ROWS, SHARED_BYTES (what the launch reserves), KERNEL_NAME.
+
+using namespace rlbench;
+
+constexpr int kHeadDim = HEAD_DIM;
+constexpr int kTileKeys = TILE_KEYS;
+using Element = ELEMENT;
+
+constexpr int kRows = kHeadDim == 256 ? 32 : 64;  // at a time: registers
+constexpr int kParts = kTileKeys / 16;
+constexpr int kWarps = 2 * kParts;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kRowBytes = kHeadDim * 2;
+constexpr int kRowTiles = kRows / 8;
+constexpr int kDimTiles = kHeadDim / 8;
+constexpr int kStats = 2 * (kTileKeys + kRows) * kRowBytes;  // where they are in shared memory
+
+static_assert(SHARED_BYTES == kStats + static_cast<int>(sizeof(RowStats<kRows>)), "SHARED_BYTES");
+
+struct Tile {
+  static constexpr int kRowBytes = kHeadDim * 2;
+  static __device__ __forceinline__ unsigned offset(int row, int chunk) {
+    return swizzled_offset<kRowBytes>(row, chunk);
+  }
+};
+using Keys = KeyRows<kHeadDim, kTileKeys, kWarps, false, Tile>;
+using Rows = TileRows<kRows, false>;
+
+// 16 keys times all rows of the block: a chain over d.
+__device__ __forceinline__ void multiply(float (&product)[kRowTiles][4], unsigned keys,
+                                         unsigned rows, int first_key, int lane) {
+  const int a_row = lane % 16, a_chunk = lane / 16;
+  const int b_row = lane % 8 + lane / 16 * 8, b_chunk = lane / 8 % 2;
+#pragma unroll 4
+  for (int d = 0; d < kHeadDim / 16; ++d) {
+    unsigned a[4];
+    load_matrices(a, keys + Tile::offset(first_key + a_row, 2 * d + a_chunk));
+#pragma unroll
+    for (int j = 0; j < kRowTiles; j += 2) {
+      unsigned b[4];
+      load_matrices(b, rows + Tile::offset(8 * j + b_row, 2 * d + b_chunk));
+      mma_m16n8k16<Element>(product[j], a, b[0], b[1]);
+      mma_m16n8k16<Element>(product[j + 1], a, b[2], b[3]);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BACKWARD_PARAMETERS) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const unsigned q_tile = shared_address(shared_memory);
+  const unsigned dout_tile = q_tile + kRows * kRowBytes;
+  const unsigned k_tile = dout_tile + kRows * kRowBytes;
+  const unsigned v_tile = k_tile + kTileKeys * kRowBytes;
+  RowStats<kRows>& stats = *reinterpret_cast<RowStats<kRows>*>(shared_memory + kStats);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
+
+  const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
+  const unsigned group = static_cast<unsigned>(group_arg);
+  const unsigned units = static_cast<unsigned>(units_arg);
+  const ChunkOrder order(blockIdx.x % units, blockIdx.x / units, delta, flags_at_arg, waiting_at_arg,
+                         kThreads * kDimTiles);
+  const unsigned kv_head = order.unit % kv_heads;
+  const KeyTileOf<kTileKeys> tile(order.unit / kv_heads, cu_seqlens_k,
+                                  static_cast<unsigned>(sequences_arg));
+  const SeeingRows<kRows, CHUNK_ROWS> seeing(tile, order.chunk, cu_seqlens_q, group,
+                                             causal_arg != 0);
+  if (!seeing.exists) return;
+  const int k_begin = tile.begin, k_length = tile.length, first_key = tile.first_key;
+
+  const Strides k_strides = {0, k_row_stride, k_head_stride};
+  const Strides v_strides = {0, v_row_stride, v_head_stride};
+  Keys keys;
+  keys.table = nullptr;
+  keys.page_size = 0;
+  keys.first_row = k_begin;
+  keys.end = k_length;
+  keys.copy(k_tile, k + kv_head * k_head_stride, k_strides, first_key, warp, lane);
+  keys.copy(v_tile, v + kv_head * v_head_stride, v_strides, first_key, warp, lane);
+
+  const int part = warp % kParts * 16;  // this warp's first key in the tile
+  const bool has_values = warp < kParts;
+  const int key = first_key + part + lane / 4;  // this lane's, and eight on
+  const float scale_log2 = static_cast<float>(scale_log2_arg);
+  float acc[kDimTiles][4] = {};
+
+  for (unsigned n = 0; n < seeing.blocks; ++n) {
+    const Rows rows(seeing.first_block + n, kv_head, tile.sequence, kv_heads, group, cu_seqlens_q,
+                    cu_seqlens_k, causal_arg != 0);
+    __syncthreads();  // everybody is done with the last ones
+    for (int row = warp * kWarpRows; row < kRows; row += kWarps * kWarpRows) {
+      rows.copy_q<kHeadDim, Tile>(q_tile, q, q_row_stride, q_head_stride, row, lane);
+      rows.copy_q<kHeadDim, Tile>(dout_tile, dout, dout_row_stride, dout_head_stride, row, lane);
+    }
+    stats.find<kThreads>(rows, lse, delta, static_cast<int>(threadIdx.x));
+    copy_async_wait_all();
+    __syncthreads();
+
+    // [keys g, g + 8][rows 2c, 2c + 1] of each tile of rows.
+    float weights[kRowTiles][4] = {};
+    multiply(weights, k_tile, q_tile, part, lane);
+    stats.hide(weights, key, lane);
+    stats.weigh(weights, scale_log2, lane);
+    if (!has_values) {
+      float gradients[kRowTiles][4] = {};
+      multiply(gradients, v_tile, dout_tile, part, lane);
+      stats.differentiate(weights, gradients, lane);
+#pragma unroll
+      for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) weights[j][e] = gradients[j][e];
+      }
+    }
+    unsigned rounded[kRowTiles / 2][4];
+    round_all<Element>(rounded, weights);
+    const unsigned other = has_values ? dout_tile : q_tile;
+    const int b_row = lane % 16, b_chunk = lane / 16;
+#pragma unroll
+    for (int j = 0; j < kRowTiles; j += 2) {
+#pragma unroll
+      for (int n = 0; n < kDimTiles; n += 2) {
+        unsigned b[4];
+        load_matrices_transposed(b, other + Tile::offset(8 * j + b_row, n + b_chunk));
+        mma_m16n8k16<Element>(acc[n], rounded[j / 2], b[0], b[1]);
+        mma_m16n8k16<Element>(acc[n + 1], rounded[j / 2], b[2], b[3]);
+      }
+    }
+  }
+
+  copy_async_wait_all();  // of keys that nobody sees
+  const int thread = static_cast<int>(threadIdx.x);
+  if (!seeing.is_first) order.add_earlier(acc, 0, 0, thread);
+  if (!seeing.is_last) {
+    order.leave_sums(acc, 0, thread);
+    __syncthreads();
+    if (thread == 0) order.say_done(0);
+    return;
+  }
+  write_key_gradients<Element>(acc, has_values ? 1.0f : static_cast<float>(scale_arg),
+                               has_values ? dv + kv_head * dv_head_stride
+                                          : dk + kv_head * dk_head_stride,
+                               has_values ? dv_row_stride : dk_row_stride,
+                               static_cast<long long>(k_begin) + key, k_length - key, lane);
+}
