@@ -343,7 +343,7 @@ def test_what_is_wrong_on_hopper_is_noticed(
         ("queries", "    rows.hide(scores, first_key, warp_row, lane);", "", EAGER),
         ("keys", "    __syncthreads();  // everybody is done with the last ones", "", SHUFFLED),
         ("keys", "    copy_async_wait_all();\n    __syncthreads();", "    __syncthreads();", LAZY),
-        ("keys", "stats.hide(weights, key, lane);", "", EAGER),
+        ("keys", "stats.hide(weights, first_key + part + again(lane) / 4, lane);", "", EAGER),
         ("keys", "seeing.first_block + n,", "seeing.first_block + n + 1,", EAGER),
         ("keys", "has_values ? dout_tile : q_tile", "q_tile", EAGER),
     ],

@@ -76,12 +76,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
   const unsigned kv_heads = static_cast<unsigned>(kv_heads_arg);
   const unsigned group = static_cast<unsigned>(group_arg);
   const unsigned units = static_cast<unsigned>(units_arg);
-  const ChunkOrder order(blockIdx.x % units, blockIdx.x / units, delta, flags_at_arg, waiting_at_arg,
-                         kThreads * kDimTiles);
-  const unsigned kv_head = order.unit % kv_heads;
-  const KeyTileOf<kTileKeys> tile(order.unit / kv_heads, cu_seqlens_k,
+  const unsigned unit = blockIdx.x % units;
+  const unsigned kv_head = unit % kv_heads;
+  const KeyTileOf<kTileKeys> tile(unit / kv_heads, cu_seqlens_k,
                                   static_cast<unsigned>(sequences_arg));
-  const SeeingRows<kRows, CHUNK_ROWS> seeing(tile, order.chunk, cu_seqlens_q, group,
+  const SeeingRows<kRows, CHUNK_ROWS> seeing(tile, blockIdx.x / units, cu_seqlens_q, group,
                                              causal_arg != 0);
   if (!seeing.exists) return;
   const int k_begin = tile.begin, k_length = tile.length, first_key = tile.first_key;
@@ -98,7 +97,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
 
   const int part = warp % kParts * 16;  // this warp's first key in the tile
   const bool has_values = warp < kParts;
-  const int key = first_key + part + lane / 4;  // this lane's, and eight on
   const float scale_log2 = static_cast<float>(scale_log2_arg);
   float acc[kDimTiles][4] = {};
 
@@ -117,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
     // [keys g, g + 8][rows 2c, 2c + 1] of each tile of rows.
     float weights[kRowTiles][4] = {};
     multiply(weights, k_tile, q_tile, part, lane);
-    stats.hide(weights, key, lane);
+    stats.hide(weights, first_key + part + again(lane) / 4, lane);
     stats.weigh(weights, scale_log2, lane);
     if (!has_values) {
       float gradients[kRowTiles][4] = {};
@@ -147,6 +145,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
 
   copy_async_wait_all();  // of keys that nobody sees
   const int thread = static_cast<int>(threadIdx.x);
+  const unsigned block = again(blockIdx.x);
+  const ChunkOrder order(block % units, block / units, delta, flags_at_arg, waiting_at_arg,
+                         kThreads * kDimTiles);
   if (!seeing.is_first) order.add_earlier(acc, 0, 0, thread);
   if (!seeing.is_last) {
     order.leave_sums(acc, 0, thread);
@@ -154,9 +155,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
     if (thread == 0) order.say_done(0);
     return;
   }
+  const int own = first_key + part + lane / 4;  // this lane's first key
   write_key_gradients<Element>(acc, has_values ? 1.0f : static_cast<float>(scale_arg),
                                has_values ? dv + kv_head * dv_head_stride
                                           : dk + kv_head * dk_head_stride,
                                has_values ? dv_row_stride : dk_row_stride,
-                               static_cast<long long>(k_begin) + key, k_length - key, lane);
+                               static_cast<long long>(k_begin) + own, k_length - own, lane);
 }
