@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
   keys.copy(v_tile, v + kv_head * v_head_stride, v_strides, first_key, warp, lane);
 
   const int part = warp % kParts * 16;  // this warp's first key in the tile
-  const bool has_values = warp < kParts;
+  const bool has_values = again(warp) < kParts;  // again: registers
   const float scale_log2 = static_cast<float>(scale_log2_arg);
   float acc[kDimTiles][4] = {};
 
@@ -157,8 +157,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
   }
   const int own = first_key + part + lane / 4;  // this lane's first key
   write_key_gradients<Element>(acc, has_values ? 1.0f : static_cast<float>(scale_arg),
-                               has_values ? dv + kv_head * dv_head_stride
-                                          : dk + kv_head * dk_head_stride,
+                               has_values ? dv + order.unit % kv_heads * dv_head_stride
+                                          : dk + order.unit % kv_heads * dk_head_stride,
                                has_values ? dv_row_stride : dk_row_stride,
                                static_cast<long long>(k_begin) + own, k_length - own, lane);
 }
