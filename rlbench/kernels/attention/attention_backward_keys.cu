@@ -44,25 +44,6 @@ struct Tile {
 using Keys = KeyRows<kHeadDim, kTileKeys, kWarps, false, Tile>;
 using Rows = TileRows<kRows, false>;
 
-// 16 keys times all rows of the block: a chain over d.
-__device__ __forceinline__ void multiply(float (&product)[kRowTiles][4], unsigned keys,
-                                         unsigned rows, int first_key, int lane) {
-  const int a_row = lane % 16, a_chunk = lane / 16;
-  const int b_row = lane % 8 + lane / 16 * 8, b_chunk = lane / 8 % 2;
-#pragma unroll 4
-  for (int d = 0; d < kHeadDim / 16; ++d) {
-    unsigned a[4];
-    load_matrices(a, keys + Tile::offset(first_key + a_row, 2 * d + a_chunk));
-#pragma unroll
-    for (int j = 0; j < kRowTiles; j += 2) {
-      unsigned b[4];
-      load_matrices(b, rows + Tile::offset(8 * j + b_row, 2 * d + b_chunk));
-      mma_m16n8k16<Element>(product[j], a, b[0], b[1]);
-      mma_m16n8k16<Element>(product[j + 1], a, b[2], b[3]);
-    }
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BACKWARD_PARAMETERS) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const unsigned q_tile = shared_address(shared_memory);
@@ -87,11 +68,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
 
   const Strides k_strides = {0, k_row_stride, k_head_stride};
   const Strides v_strides = {0, v_row_stride, v_head_stride};
-  Keys keys;
-  keys.table = nullptr;
-  keys.page_size = 0;
-  keys.first_row = k_begin;
-  keys.end = k_length;
+  const Keys keys = Keys::packed(k_begin, k_length);
   keys.copy(k_tile, k + kv_head * k_head_stride, k_strides, first_key, warp, lane);
   keys.copy(v_tile, v + kv_head * v_head_stride, v_strides, first_key, warp, lane);
 
@@ -114,12 +91,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
 
     // [keys g, g + 8][rows 2c, 2c + 1] of each tile of rows.
     float weights[kRowTiles][4] = {};
-    multiply(weights, k_tile, q_tile, part, lane);
+    multiply_rows<kHeadDim, Element, Tile>(weights, k_tile, q_tile, part, lane);
     stats.hide(weights, first_key + part + again(lane) / 4, lane);
     stats.weigh(weights, scale_log2, lane);
     if (!has_values) {
       float gradients[kRowTiles][4] = {};
-      multiply(gradients, v_tile, dout_tile, part, lane);
+      multiply_rows<kHeadDim, Element, Tile>(gradients, v_tile, dout_tile, part, lane);
       stats.differentiate(weights, gradients, lane);
 #pragma unroll
       for (int j = 0; j < kRowTiles; ++j) {
@@ -130,17 +107,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(RLBENCH_BA
     unsigned rounded[kRowTiles / 2][4];
     round_all<Element>(rounded, weights);
     const unsigned other = has_values ? dout_tile : q_tile;
-    const int b_row = lane % 16, b_chunk = lane / 16;
-#pragma unroll
-    for (int j = 0; j < kRowTiles; j += 2) {
-#pragma unroll
-      for (int n = 0; n < kDimTiles; n += 2) {
-        unsigned b[4];
-        load_matrices_transposed(b, other + Tile::offset(8 * j + b_row, n + b_chunk));
-        mma_m16n8k16<Element>(acc[n], rounded[j / 2], b[0], b[1]);
-        mma_m16n8k16<Element>(acc[n + 1], rounded[j / 2], b[2], b[3]);
-      }
-    }
+    add_products<kHeadDim, Element, Tile>(acc, rounded, other, lane);
   }
 
   copy_async_wait_all();  // of keys that nobody sees

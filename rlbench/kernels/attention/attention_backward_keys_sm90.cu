@@ -130,11 +130,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       for (unsigned n = 0; n < at_once; ++n) ask(n);
     }
     __syncwarp();
-    Keys keys;
-    keys.table = nullptr;
-    keys.page_size = 0;
-    keys.first_row = k_begin;
-    keys.end = k_length;
+    const Keys keys = Keys::packed(k_begin, k_length);
     keys.copy(base + kKeyTiles, k + kv_head * k_head_stride, {0, k_row_stride, k_head_stride},
               first_key, warp, lane);
     keys.copy(base + kKeyTiles + kKeyTile, v + kv_head * v_head_stride,

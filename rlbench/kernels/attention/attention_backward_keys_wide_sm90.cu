@@ -33,13 +33,13 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-// The build's defines: HEAD_DIM (128, 256), ELEMENT (Bf16, Fp16), CHUNK_ROWS, RANKS (1, 2: blocks of a
-// cluster), SHARED_BYTES (what the launch reserves), KERNEL_NAME.
+// The build's defines: HEAD_DIM (256), ELEMENT (Bf16, Fp16), CHUNK_ROWS, SHARED_BYTES (what the launch
+// reserves), KERNEL_NAME.
 
 using namespace rlbench;
 
 constexpr int kHeadDim = HEAD_DIM;
-constexpr int kRanks = RANKS;
+constexpr int kRanks = 2;  // thread blocks of a cluster
 using Element = ELEMENT;
 
 constexpr int kTileKeys = 64;
@@ -79,13 +79,8 @@ struct KeyTile {
 };
 using Keys = KeyRows<kHeadDim, kTileKeys, 4, false, KeyTile>;
 
-#if RANKS > 1
-#define CLUSTER __cluster_dims__(RANKS, 1, 1)
-#else
-#define CLUSTER
-#endif
-
-extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __cluster_dims__(kRanks, 1, 1)
+    __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_BACKWARD_PARAMETERS, long long total_q_arg,
                 const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap dout_map) {
   extern __shared__ unsigned char shared_memory[];
@@ -107,7 +102,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
   const unsigned unit = blockIdx.x % static_cast<unsigned>(units_arg);
   const unsigned chunk = blockIdx.x / static_cast<unsigned>(units_arg);
   const unsigned place = unit / kRanks;
-  const unsigned rank = kRanks > 1 ? cluster_rank() : 0;
+  const unsigned rank = cluster_rank();
   const unsigned kv_head = place % kv_heads;
   const KeyTileOf<kRanks * kTileKeys> tiles(place / kv_heads, cu_seqlens_k,
                                             static_cast<unsigned>(sequences_arg));
@@ -127,14 +122,10 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     }
     mbarrier_init(full_keys, 128);
     fence_async_proxy();
-    if constexpr (kRanks > 1) fence_barriers();
+    fence_barriers();
   }
-  if constexpr (kRanks > 1) {
-    cluster_begin();
-    cluster_wait_for_others();
-  } else {
-    __syncthreads();
-  }
+  cluster_begin();
+  cluster_wait_for_others();
 
   if (warp < 4) {
     // --- the producer ----------------------------------------------------------------------------
@@ -157,11 +148,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
       for (unsigned n = 0; n < at_once; ++n) ask(n);
     }
     __syncwarp();
-    Keys keys;
-    keys.table = nullptr;
-    keys.page_size = 0;
-    keys.first_row = k_begin;
-    keys.end = k_length;
+    const Keys keys = Keys::packed(k_begin, k_length);
     keys.copy(base + kKeyTiles, k + kv_head * k_head_stride, {0, k_row_stride, k_head_stride},
               first_key, warp, lane);
     keys.copy(base + kKeyTiles + kTileBytes, v + kv_head * v_head_stride,
@@ -219,9 +206,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
   };
   const auto release = [&](unsigned n) {
     __syncwarp();
-    if constexpr (kRanks == 1) {
-      if (lane == 0) mbarrier_arrive(empty(n % kStages));
-    } else if (lane < kRanks) {
+    if (lane < kRanks) {
       mbarrier_arrive_remote(shared_of(empty(n % kStages), static_cast<unsigned>(lane)));
     }
   };
@@ -232,7 +217,9 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     const RowStats<kRows>& stats = *stats_of(n % kStages);
     if (has_values) {
       // Rows ascend, so the first one sees the fewest keys. Absent ones have no weights anyway.
-      if (stats.limits[0] < first_key + kTileKeys) stats.hide(scores, first_key + again(warp) % 4 * 16 + again(lane) / 4, lane);
+      if (stats.limits[0] < first_key + kTileKeys) {
+        stats.hide(scores, first_key + again(warp) % 4 * 16 + again(lane) / 4, lane);
+      }
       stats.weigh(scores, scale_log2, lane);
       if (n > 0) named_barrier(kTaken, kConsumerThreads);
 #pragma unroll
@@ -287,11 +274,9 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
   keep_order(acc);
   keep_order(weights);
 
-  if constexpr (kRanks > 1) {
-    // Not before the others have said here what they have released.
-    cluster_end();
-    cluster_wait_for_others();
-  }
+  // Not before the others have said here what they have released.
+  cluster_end();
+  cluster_wait_for_others();
   const int consumer = has_values ? 0 : 1, all = consumer * 128 + static_cast<int>(thread);
   const ChunkOrder order(task.unit, task.chunk, delta, flags_at_arg, waiting_at_arg,
                          kConsumerThreads * kDimTiles);

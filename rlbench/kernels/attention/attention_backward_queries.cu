@@ -66,25 +66,6 @@ struct Tile {
 using Keys = KeyRows<kHeadDim, kKeys, kWarps, false, Tile>;
 using Rows = TileRows<kTileRows, false>;
 
-// One warp's 16 rows times all keys of the block: a chain over d.
-__device__ __forceinline__ void multiply(float (&product)[kKeyTiles][4], unsigned rows,
-                                         unsigned keys, int warp_row, int lane) {
-  const int a_row = lane % 16, a_chunk = lane / 16;
-  const int b_row = lane % 8 + lane / 16 * 8, b_chunk = lane / 8 % 2;
-#pragma unroll 4
-  for (int d = 0; d < kHeadDim / 16; ++d) {
-    unsigned a[4];
-    load_matrices(a, rows + Tile::offset(warp_row + a_row, 2 * d + a_chunk));
-#pragma unroll
-    for (int j = 0; j < kKeyTiles; j += 2) {
-      unsigned b[4];
-      load_matrices(b, keys + Tile::offset(8 * j + b_row, 2 * d + b_chunk));
-      mma_m16n8k16<Element>(product[j], a, b[0], b[1]);
-      mma_m16n8k16<Element>(product[j + 1], a, b[2], b[3]);
-    }
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_BACKWARD_PARAMETERS, long long tiles_arg) {
   reset_flags<kThreads>(delta, flags_at_arg, units_arg, chunks_arg);
@@ -129,11 +110,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   const Strides k_strides = {0, k_row_stride, k_head_stride};
   const Strides v_strides = {0, v_row_stride, v_head_stride};
-  Keys keys;
-  keys.table = nullptr;
-  keys.page_size = 0;
-  keys.first_row = rows.k_begin;
-  keys.end = tile_limit;
+  const Keys keys = Keys::packed(rows.k_begin, tile_limit);
   const unsigned short* k_head = k + rows.kv_head * k_head_stride;
   const unsigned short* v_head = v + rows.kv_head * v_head_stride;
 
@@ -149,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (first_key >= warp_limit) continue;
 
     float scores[kKeyTiles][4] = {}, gradients[kKeyTiles][4] = {};
-    multiply(scores, q_tile, k_tile, warp_row, lane);
-    multiply(gradients, dout_tile, v_tile, warp_row, lane);
+    multiply_rows<kHeadDim, Element, Tile>(scores, q_tile, k_tile, warp_row, lane);
+    multiply_rows<kHeadDim, Element, Tile>(gradients, dout_tile, v_tile, warp_row, lane);
     rows.hide(scores, first_key, warp_row, lane);
 #pragma unroll
     for (int j = 0; j < kKeyTiles; ++j) {
@@ -162,17 +139,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     unsigned rounded[kKeyTiles / 2][4];
     round_all<Element>(rounded, scores);
-    const int v_row = lane % 16, v_chunk = lane / 16;
-#pragma unroll
-    for (int j = 0; j < kKeyTiles; j += 2) {
-#pragma unroll
-      for (int n = 0; n < kDimTiles; n += 2) {
-        unsigned b[4];
-        load_matrices_transposed(b, k_tile + Tile::offset(8 * j + v_row, n + v_chunk));
-        mma_m16n8k16<Element>(acc[n], rounded[j / 2], b[0], b[1]);
-        mma_m16n8k16<Element>(acc[n + 1], rounded[j / 2], b[2], b[3]);
-      }
-    }
+    add_products<kHeadDim, Element, Tile>(acc, rounded, k_tile, lane);
   }
 
   copy_async_wait_all();  // Q's, where there are no keys

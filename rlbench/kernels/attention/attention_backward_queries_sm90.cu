@@ -258,14 +258,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const auto turn = [&](unsigned n, bool is_last) {
     const unsigned its_stage = stage == 0 ? kStages - 1 : stage - 1;
     if (static_cast<int>(n) >= whole) {
-      const int column = static_cast<int>(n) * kKeys + lane % 4 * 2;
-#pragma unroll
-      for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if (column + 8 * j + e % 2 >= limits[e / 2]) scores[j][e] = -kInfinity;
-        }
-      }
+      hide_beyond(scores, static_cast<int>(n) * kKeys, limits, lane);
     }
 #pragma unroll
     for (int j = 0; j < kKeyTiles; ++j) {
@@ -325,7 +318,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       start_scores();
       wgmma_wait<0>();
       see_scores();
-      // The compiler has to know what is done unconditionally: it would have every product waited for otherwise.
+      // The compiler has to know what is done unconditionally: it would have every product waited for
+      // otherwise.
 #pragma unroll 1
       for (unsigned n = 0; n + 1 < blocks; ++n) turn(n, false);
       turn(blocks - 1, true);

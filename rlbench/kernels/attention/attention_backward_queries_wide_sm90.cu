@@ -10,9 +10,11 @@
 //     consumer 1:  dP = dO V^T,  dS = P (dP - delta),  dQ += dS K  for the others
 //
 // P goes from the one to the other through shared memory, and dS, rounded, comes back: each thread's to the
-// thread that has the same elements. Each starts the next
-// block's first product before the last block's second one, which runs while the former's results are
-// made into weights.
+// thread that has the same elements. Each starts the next block's first product before the last block's
+// second one, which runs while the former's results are made into weights.
+//
+// Two thread blocks are a cluster that takes neighbouring tiles: each asks for half of the panels of K and
+// V, which come to both. Both go through the keys that one of them sees.
 //
 // The producer's warps bring Q and dO, once; its first one asks for boxes of K and V, in which zeros
 // follow the last key that the tile sees. Consumers keep Q and dO in registers, so the last of the stages
@@ -29,16 +31,13 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-// Two thread blocks can be a cluster that takes neighbouring tiles: each asks for half of K and V, which
-// comes to both. Both go through the keys that one of them sees.
-
-// The build's defines: HEAD_DIM (128, 256), ELEMENT (Bf16, Fp16), RANKS (1, 2: blocks of a cluster),
-// SHARED_BYTES (what the launch reserves), KERNEL_NAME.
+// The build's defines: HEAD_DIM (256), ELEMENT (Bf16, Fp16), SHARED_BYTES (what the launch reserves),
+// KERNEL_NAME.
 
 using namespace rlbench;
 
 constexpr int kHeadDim = HEAD_DIM;
-constexpr int kRanks = RANKS;
+constexpr int kRanks = 2;  // thread blocks of a cluster
 using Element = ELEMENT;
 
 constexpr int kRows = 64;
@@ -79,13 +78,8 @@ struct RowTile {
 };
 using Rows = TileRows<kRows, false>;
 
-#if RANKS > 1
-#define CLUSTER __cluster_dims__(RANKS, 1, 1)
-#else
-#define CLUSTER
-#endif
-
-extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __cluster_dims__(kRanks, 1, 1)
+    __launch_bounds__(kThreads, 1)
     KERNEL_NAME(RLBENCH_BACKWARD_PARAMETERS, long long tiles_arg, long long total_k_arg,
                 long long section_arg,
                 const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
@@ -107,19 +101,12 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
       kv_heads * static_cast<unsigned>(sequences_arg), static_cast<unsigned>(group_arg),
       static_cast<unsigned>(section_arg), causal_arg != 0};
   const unsigned place = blockIdx.x / kRanks;
-  const unsigned rank = kRanks > 1 ? cluster_rank() : 0;
-  const auto rows_of = [&](unsigned its_rank) {
-    return places(place, its_rank, cu_seqlens_q, cu_seqlens_k);
-  };
-  const Rows rows = rows_of(rank);
-  if (kRanks == 1 && rows.count == 0) return;
-  // Some row of the cluster sees keys up to there.
-  int end = rows.count > 0 ? rows.limit(kRows - 1) : 0;
-  if constexpr (kRanks > 1) {
-    const Rows others_rows = rows_of(rank ^ 1);
-    const int its_end = others_rows.count > 0 ? others_rows.limit(kRows - 1) : 0;
-    end = its_end > end ? its_end : end;
-  }
+  const unsigned rank = cluster_rank();
+  const auto end_of = [&](const Rows& rows) { return rows.count > 0 ? rows.limit(kRows - 1) : 0; };
+  const Rows rows = places(place, rank, cu_seqlens_q, cu_seqlens_k);
+  int end = end_of(rows);  // of the keys that some row of the cluster sees
+  const int its_end = end_of(places(place, rank ^ 1, cu_seqlens_q, cu_seqlens_k));
+  end = its_end > end ? its_end : end;
   const unsigned blocks = end > 0 ? static_cast<unsigned>((end + kKeys - 1) / kKeys) : 0;
 
   if (threadIdx.x == 0) {
@@ -129,14 +116,10 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
     }
     mbarrier_init(full_rows, 128);
     fence_async_proxy();
-    if constexpr (kRanks > 1) fence_barriers();
+    fence_barriers();
   }
-  if constexpr (kRanks > 1) {
-    cluster_begin();
-    cluster_wait_for_others();
-  } else {
-    __syncthreads();
-  }
+  cluster_begin();
+  cluster_wait_for_others();
 
   if (warp < 4) {
     // --- the producer ----------------------------------------------------------------------------
@@ -249,9 +232,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
   };
   const auto release = [&](unsigned stage) {
     __syncwarp();
-    if constexpr (kRanks == 1) {
-      if (lane == 0) mbarrier_arrive(empty(stage));
-    } else if (lane < kRanks) {
+    if (lane < kRanks) {
       mbarrier_arrive_remote(shared_of(empty(stage), static_cast<unsigned>(lane)));
     }
   };
@@ -273,14 +254,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
   const auto give_weights = [&](unsigned n, bool is_last) {
     const unsigned its_stage = stage_before(1), before = stage_before(2);
     if (static_cast<int>(n) >= whole) {
-      const int column = static_cast<int>(n) * kKeys + lane % 4 * 2;
-#pragma unroll
-      for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if (column + 8 * j + e % 2 >= limits[e / 2]) scores[j][e] = -kInfinity;
-        }
-      }
+      hide_beyond(scores, static_cast<int>(n) * kKeys, limits, lane);
     }
 #pragma unroll
     for (int j = 0; j < kKeyTiles; ++j) {
@@ -353,11 +327,9 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)
   wgmma_wait<0>();
   keep_order(acc);
   keep_order(gradients);
-  if constexpr (kRanks > 1) {
-    // Not before the others have said here what they have released.
-    cluster_end();
-    cluster_wait_for_others();
-  }
+  // Not before the others have said here what they have released.
+  cluster_end();
+  cluster_wait_for_others();
 
   const float scale = static_cast<float>(scale_arg);
   const int first_column = has_weights ? 0 : kOwnPanels * 64;

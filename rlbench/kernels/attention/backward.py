@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from rlbench.kernels.attention import tensor_map
+from rlbench.kernels.attention import tensor_map, tiles
 from rlbench.kernels.attention.family import Family, every
 from rlbench.kernels.attention.launch import Launch, Plan, fits, kernel_of, sms
 from rlbench.kernels.attention.request import ELEMENTS
-from rlbench.kernels.attention.tiles import MAX_GRID
-from rlbench.kernels.attention.tiles import section as section_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -142,26 +140,34 @@ class Keys(Queries):
 
 
 @dataclass(frozen=True)
-class HopperKeys(Family):
+class Hopper(Family):
+    """A build with a producer and two consumer warpgroups. What it takes `at_a_time` are keys, where `tile`
+    is rows, and the other way round."""
+
+    threads: ClassVar[int] = 384
+    tile: ClassVar[int]
+    at_a_time: ClassVar[int] = 64
+    ranks: ClassVar[int] = 1
+    """Thread blocks of a cluster, which share what they go through."""
+
+
+@dataclass(frozen=True)
+class HopperKeys(Hopper):
     """A build of `attention_backward_keys_sm90.cu`, which has the bits of `Keys`, for head dims 64 and
     128."""
 
     name: ClassVar[str] = "backward_keys_hopper"
     source: ClassVar[str] = "attention/attention_backward_keys_sm90"
-    threads: ClassVar[int] = 384
     tile: ClassVar[int] = 128
-    rows: ClassVar[int] = 64
-    """Rows at a time."""
-    ranks: ClassVar[int] = 1
 
     @property
     def shared_bytes(self) -> int:
-        """K and V, stages of Q and dO and of three words of each row, barriers, the task, and room to align it
-        all to 1024."""
+        """K and V, stages of Q and dO and of three words of each row, barriers, the task, and room to align
+        it all to 1024."""
         stages = 6 if self.head_dim == 64 else 3
-        tiles = 2 * self.tile + stages * 2 * self.rows
+        tiles = 2 * self.tile + stages * 2 * self.at_a_time
         barriers = (2 * stages + 1) * 8
-        return tiles * self.head_dim * 2 + stages * self.rows * 12 + barriers + _TASK + 1024
+        return tiles * self.head_dim * 2 + stages * self.at_a_time * 12 + barriers + _TASK + 1024
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -170,90 +176,66 @@ class HopperKeys(Family):
 
 
 @dataclass(frozen=True)
-class WideHopperKeys(Family):
+class WideHopperKeys(HopperKeys):
     """The same of `attention_backward_keys_wide_sm90.cu`, for head dim 256."""
 
-    name: ClassVar[str] = "backward_keys_hopper"
     source: ClassVar[str] = "attention/attention_backward_keys_wide_sm90"
-    threads: ClassVar[int] = 384
     tile: ClassVar[int] = 64
-    rows: ClassVar[int] = 64
-    """Rows at a time."""
     ranks: ClassVar[int] = 2
-    """Thread blocks of a cluster, which share Q and dO."""
 
     @property
     def shared_bytes(self) -> int:
-        """K and V, two stages of Q and dO, weights, three words of each row, barriers, and room to align
-        it all to 1024."""
-        tiles = 2 * self.tile + 2 * 2 * self.rows
-        said = 128 * self.rows * 2 + 2 * self.rows * 12
+        """K and V, two stages of Q and dO, weights, three words of each row, barriers, the task, and room
+        to align it all to 1024."""
+        tiles = 2 * self.tile + 2 * 2 * self.at_a_time
+        said = 128 * self.at_a_time * 2 + 2 * self.at_a_time * 12
         return tiles * self.head_dim * 2 + said + 5 * 8 + _TASK + 1024
-
-    @property
-    def defines(self) -> dict[str, str | int]:
-        """The macros that the source takes."""
-        return {**super().defines, "RANKS": self.ranks, "CHUNK_ROWS": CHUNK_ROWS}
 
 
 @dataclass(frozen=True)
-class HopperQueries(Family):
+class HopperQueries(Hopper):
     """A build of `attention_backward_queries_sm90.cu`, which has the bits of `Queries`, for head dims 64
     and 128."""
 
     name: ClassVar[str] = "backward_queries_hopper"
     source: ClassVar[str] = "attention/attention_backward_queries_sm90"
-    threads: ClassVar[int] = 384
     tile: ClassVar[int] = 128
-    keys: ClassVar[int] = 64
-    """Keys at a time."""
-    ranks: ClassVar[int] = 1
+    stays: ClassVar[bool] = True
+    """A thread block can take tile after tile."""
 
     @property
     def shared_bytes(self) -> int:
         """Two tiles of Q and dO, with a note each and two words of each row, three stages of K and V, and
         barriers."""
-        tiles = 2 * 2 * self.tile + 3 * 2 * self.keys
+        tiles = 2 * 2 * self.tile + 3 * 2 * self.at_a_time
         return tiles * self.head_dim * 2 + 2 * (48 + self.tile * 8) + 10 * 8
 
 
 @dataclass(frozen=True)
-class WideHopperQueries(Family):
+class WideHopperQueries(HopperQueries):
     """The same of `attention_backward_queries_wide_sm90.cu`, for head dim 256."""
 
-    name: ClassVar[str] = "backward_queries_hopper"
     source: ClassVar[str] = "attention/attention_backward_queries_wide_sm90"
-    threads: ClassVar[int] = 384
     tile: ClassVar[int] = 64
-    keys: ClassVar[int] = 64
     ranks: ClassVar[int] = 2
-    """Thread blocks of a cluster, which share K and V."""
+    stays: ClassVar[bool] = False
 
     @property
     def shared_bytes(self) -> int:
         """Three stages of K and V, weights and their rounded gradients, barriers, and room to align it
         all to 1024."""
-        said = 128 * self.keys * 2 + 128 * self.keys
-        return 3 * 2 * self.keys * self.head_dim * 2 + said + 7 * 8 + 1024
-
-    @property
-    def defines(self) -> dict[str, str | int]:
-        """The macros that the source takes."""
-        return {**super().defines, "RANKS": self.ranks}
+        said = 128 * self.at_a_time * 2 + 128 * self.at_a_time
+        return 3 * 2 * self.at_a_time * self.head_dim * 2 + said + 7 * 8 + 1024
 
 
-HopperQueriesBuild: TypeAlias = HopperQueries | WideHopperQueries
-HopperKeysBuild: TypeAlias = HopperKeys | WideHopperKeys
-
-
-def _hopper(head_dim: int) -> tuple[type[HopperQueriesBuild], type[HopperKeysBuild]]:
+def _hopper(head_dim: int) -> tuple[type[HopperQueries], type[HopperKeys]]:
     """What finds dq on Hopper, and what finds dk and dv."""
     if head_dim > 128:
         return WideHopperQueries, WideHopperKeys
     return HopperQueries, HopperKeys
 
 
-def hopper_variants() -> Iterator[HopperQueriesBuild | HopperKeysBuild]:
+def hopper_variants() -> Iterator[HopperQueries | HopperKeys]:
     """Every build that a call can ask for; for sm_90a alone."""
     for variant in every(Queries):
         if not variant.paged:
@@ -278,55 +260,62 @@ def plan(request: Backward) -> Plan:
 
     queries, key_maps = _queries_of(request)
     keys, maps = _keys_of(request)
-    tiles = -(-request.max_seqlen_q * request.group // (queries.tile * queries.ranks))
+    pairs = request.kv_heads * request.sequences
+    row_tiles = -(-request.max_seqlen_q * request.group // (queries.tile * queries.ranks))
     # One more for each sequence, since none has to end where a tile does.
     key_tiles = request.k.shape[0] // (keys.tile * keys.ranks) + request.sequences
     units = key_tiles * request.kv_heads * keys.ranks
     chunks = -(-request.max_seqlen_q * request.group // CHUNK_ROWS)
-    units_of_rows = request.kv_heads * request.sequences
-    query_blocks = tiles * units_of_rows * queries.ranks
-    blocks = query_blocks, units * chunks
-    if max(blocks) > MAX_GRID:
+    blocks = row_tiles * pairs * queries.ranks, units * chunks
+    if max(blocks) > tiles.MAX_GRID:
         raise ValueError(
             f"max_seqlen_q {request.max_seqlen_q} and {request.k.shape[0]} keys for "
-            f"{request.sequences} sequences need {max(blocks)} thread blocks; at most {MAX_GRID} "
-            "can be started"
+            f"{request.sequences} sequences need {max(blocks)} thread blocks; at most "
+            f"{tiles.MAX_GRID} can be started"
         )
-
-    # Scratch: delta, flags, and the sums that chunks hand on, of two gradients.
-    flags_at = _aligned(request.q.shape[0] * request.q.shape[1])
-    waiting_at = flags_at + (_aligned(2 * units) if chunks > 1 else 0)
-    work = waiting_at + (units * keys.tile * request.q.shape[2] * 2 if chunks > 1 else 0)
-    order = units, chunks, flags_at, waiting_at
+    scratch = _scratch(request, keys, units, chunks)
 
     def launch(
-        build: Queries | HopperQueriesBuild | HopperKeysBuild,
-        grid: int,
-        own: tuple[int, ...],
-        maps: tuple[TensorMap, ...],
+        build: Queries | Hopper, grid: int, own: tuple[int, ...], maps: tuple[TensorMap, ...]
     ) -> Launch:
         config = LaunchConfig(grid=grid, block=build.threads, shmem_size=build.shared_bytes)
         kernel = kernel_of(build, request.device)
-        return Launch(config, kernel, (*request.numbers, *order, *own), maps)
+        numbers = units, chunks, scratch.flags_at, scratch.waiting_at
+        return Launch(config, kernel, (*request.numbers, *numbers, *own), maps)
 
-    section = section_of(request.q, request.k.shape[0] / request.sequences, units_of_rows)
     # Kernels with maps also take the number of their tensors' rows.
-    numbers = (
-        (tiles, *((request.k.shape[0], section) if key_maps else ())),
-        request.q.shape[:1] if maps else (),
-    )
+    section = tiles.section(request.q, request.k.shape[0] / request.sequences, pairs)
+    of_queries = row_tiles, *((request.k.shape[0], section) if key_maps else ())
+    of_keys = request.q.shape[:1] if maps else ()
     launches = (
-        launch(queries, min(blocks[0], _most_blocks(request, queries)), numbers[0], key_maps),
-        launch(keys, blocks[1], numbers[1], maps),
+        launch(queries, min(blocks[0], _most_blocks(request, queries)), of_queries, key_maps),
+        launch(keys, blocks[1], of_keys, maps),
     )
-    return Plan(request.device, launches, work, DELTA)
+    return Plan(request.device, launches, scratch.elements, DELTA)
 
 
-def _most_blocks(request: Backward, queries: Queries | HopperQueriesBuild) -> int:
+class _Scratch(NamedTuple):
+    """fp32 elements: delta, flags, and the sums that chunks hand on, of two gradients."""
+
+    flags_at: int
+    waiting_at: int
+    elements: int
+
+
+def _scratch(request: Backward, keys: Keys | HopperKeys, units: int, chunks: int) -> _Scratch:
+    flags_at = _aligned(request.q.shape[0] * request.q.shape[1])
+    if chunks == 1:
+        return _Scratch(flags_at, flags_at, flags_at)
+    waiting_at = flags_at + _aligned(2 * units)
+    return _Scratch(flags_at, waiting_at, waiting_at + units * keys.tile * request.q.shape[2] * 2)
+
+
+def _most_blocks(request: Backward, queries: Queries | HopperQueries) -> int:
     """How many of them take the tiles of rows. Where all sequences are equally long, dealing tiles out in
     turns is fair; where they are not, the GPU does it, as blocks become free."""
     even = request.q.shape[0] == request.sequences * request.max_seqlen_q
-    return sms(request.device) if even and isinstance(queries, HopperQueries) else MAX_GRID
+    stays = isinstance(queries, HopperQueries) and queries.stays
+    return sms(request.device) if even and stays else tiles.MAX_GRID
 
 
 def _aligned(elements: int) -> int:
@@ -336,24 +325,26 @@ def _aligned(elements: int) -> int:
 
 def _queries_of(
     request: Backward,
-) -> tuple[Queries | HopperQueriesBuild, tuple[TensorMap, ...]]:
+) -> tuple[Queries | HopperQueries, tuple[TensorMap, ...]]:
     """What finds dq, and the maps that it takes after everything else."""
     hopper = _hopper(request.q.shape[2])[0](*request.build)
     maps = tensor_map.usable(
-        tensor_map.of_keys(tensor_map.K, request.k, hopper.ranks, hopper.keys),
-        tensor_map.of_keys(tensor_map.V, request.v, hopper.ranks, hopper.keys),
+        tensor_map.of_keys(tensor_map.K, request.k, hopper.ranks, hopper.at_a_time),
+        tensor_map.of_keys(tensor_map.V, request.v, hopper.ranks, hopper.at_a_time),
     )
     if maps and fits(hopper, request.device, _CAPABILITIES):
         return hopper, maps
     return _fitting(Queries(*request.build), request.device), ()
 
 
-def _keys_of(request: Backward) -> tuple[Keys | HopperKeysBuild, tuple[TensorMap, ...]]:
+def _keys_of(request: Backward) -> tuple[Keys | HopperKeys, tuple[TensorMap, ...]]:
     """What finds dk and dv, and the maps that it takes after everything else."""
     hopper = _hopper(request.q.shape[2])[1](*request.build)
     maps = tensor_map.usable(
-        tensor_map.of_rows(tensor_map.Q, request.q, request.group, hopper.rows, hopper.ranks),
-        tensor_map.of_rows(tensor_map.DOUT, request.dout, request.group, hopper.rows, hopper.ranks),
+        tensor_map.of_rows(tensor_map.Q, request.q, request.group, hopper.at_a_time, hopper.ranks),
+        tensor_map.of_rows(
+            tensor_map.DOUT, request.dout, request.group, hopper.at_a_time, hopper.ranks
+        ),
     )
     if maps and fits(hopper, request.device, _CAPABILITIES):
         return hopper, maps

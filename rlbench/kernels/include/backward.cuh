@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flags.cuh"
+#include "mma.cuh"
 #include "numeric.cuh"
 #include "tile_rows.cuh"
 #include "waiting.cuh"
@@ -135,8 +136,9 @@ struct SeeingRows {
   }
 };
 
-// The sums of a unit, a tile of keys under one KV head, over chunk after chunk. Each chunk is a thread block of its
-// own, whose threads add theirs to what the one before has left in memory. Chunks of a unit are started in their order.
+// The sums of a unit, a tile of keys under one KV head, over chunk after chunk. Each chunk is a thread block
+// of its own, whose threads add theirs to what the one before has left in memory. Chunks of a unit are
+// started in their order.
 struct ChunkOrder {
   unsigned unit, chunk;
   unsigned* flags;  // two for each unit: chunks that are done
@@ -334,6 +336,45 @@ __device__ __forceinline__ void round_all(unsigned (&rounded)[kTiles / 2][4],
   for (int j = 0; j < kTiles; ++j) {
     rounded[j / 2][j % 2 * 2] = Element::pack(values[j][0], values[j][1]);
     rounded[j / 2][j % 2 * 2 + 1] = Element::pack(values[j][2], values[j][3]);
+  }
+}
+
+// 16 rows of one matrix, from `first` on, times all rows of the other, as a chain over d: by one warp, of
+// tiles in shared memory, Tile::offset(row, chunk).
+template <int kHeadDim, class Element, class Tile, int kTiles>
+__device__ __forceinline__ void multiply_rows(float (&product)[kTiles][4], unsigned left,
+                                              unsigned right, int first, int lane) {
+  const int a_row = lane % 16, a_chunk = lane / 16;
+  const int b_row = lane % 8 + lane / 16 * 8, b_chunk = lane / 8 % 2;
+#pragma unroll 4
+  for (int d = 0; d < kHeadDim / 16; ++d) {
+    unsigned a[4];
+    load_matrices(a, left + Tile::offset(first + a_row, 2 * d + a_chunk));
+#pragma unroll
+    for (int j = 0; j < kTiles; j += 2) {
+      unsigned b[4];
+      load_matrices(b, right + Tile::offset(8 * j + b_row, 2 * d + b_chunk));
+      mma_m16n8k16<Element>(product[j], a, b[0], b[1]);
+      mma_m16n8k16<Element>(product[j + 1], a, b[2], b[3]);
+    }
+  }
+}
+
+// sum += weights times the other matrix, as a chain over its rows.
+template <int kHeadDim, class Element, class Tile, int kSteps>
+__device__ __forceinline__ void add_products(float (&sum)[kHeadDim / 8][4],
+                                             const unsigned (&weights)[kSteps][4], unsigned right,
+                                             int lane) {
+  const int row = lane % 16, chunk = lane / 16;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; n += 2) {
+      unsigned b[4];
+      load_matrices_transposed(b, right + Tile::offset(16 * step + row, n + chunk));
+      mma_m16n8k16<Element>(sum[n], weights[step], b[0], b[1]);
+      mma_m16n8k16<Element>(sum[n + 1], weights[step], b[2], b[3]);
+    }
   }
 }
 

@@ -33,6 +33,17 @@ struct KeyRows {
   int end;              // keys at or past it are absent
   int pages[kSlots];    // of the keys that this lane has looked up (paged)
 
+  // Packed keys of a sequence that begins at that row, up to `end`.
+  static __device__ __forceinline__ KeyRows packed(long long first_row, int end) {
+    static_assert(!kPaged, "pages need a table");
+    KeyRows keys;
+    keys.table = nullptr;
+    keys.page_size = 0;
+    keys.first_row = first_row;
+    keys.end = end;
+    return keys;
+  }
+
   // Looks up the block that starts at `first_key`: lane t has the warp's rows t, t + 32, ...
   __device__ __forceinline__ void find(int first_key, int warp, int lane) {
     if constexpr (kPaged) {

@@ -49,6 +49,20 @@ __device__ __forceinline__ void write_row(const float (&tiles)[kTiles][4], int h
   }
 }
 
+// Sets the scores of keys that a lane's rows do not see to -inf. `first_key` is the block's.
+template <int kKeyTiles>
+__device__ __forceinline__ void hide_beyond(float (&scores)[kKeyTiles][4], int first_key,
+                                            const int (&limits)[2], int lane) {
+  const int column = first_key + lane % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (column + 8 * j + e % 2 >= limits[e / 2]) scores[j][e] = -kInfinity;
+    }
+  }
+}
+
 // What is done to a tile's rows. Rows knows their `count`, limit(row), offset(row, ...) and heads().
 template <class Rows>
 struct RowAccess {
@@ -60,14 +74,7 @@ struct RowAccess {
                                        int lane) const {
     const int limits[2] = {self().limit(warp_row + lane / 4),
                            self().limit(warp_row + lane / 4 + 8)};
-    const int column = first_key + lane % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (column + 8 * j + e % 2 >= limits[e / 2]) scores[j][e] = -kInfinity;
-      }
-    }
+    hide_beyond(scores, first_key, limits, lane);
   }
 
   // What a lane's two rows are divided by. Writes their lse, if it is asked for.
