@@ -70,6 +70,10 @@ class Variant:
         chosen = ",".join(f"{k}={v}" if v else k for k, v in self.options)
         return f"{self.name}:{chosen}" if chosen else self.name
 
+    def computes(self, op: str) -> bool:
+        """Whether it is one of the engine's ways to compute `op`."""
+        return self.options in self.engine.variants_for(op)
+
 
 @cache
 def ops() -> Mapping[str, Op]:
@@ -89,7 +93,7 @@ def engines() -> Mapping[str, Variant]:
     found: dict[str, Variant] = {}
     for source in _sources():
         engine = source.load()
-        for options in engine.variants:
+        for options in engine.all_variants():
             variant = Variant(source.name, options, engine, source)
             if variant.id in found:
                 raise UsageError(

@@ -98,7 +98,7 @@ def make_request(
     _known("--scenario", scenarios, op.scenarios)
     _known("--pass", passes, op.passes)
     _known("--case", cases, op.models)
-    _known("--dtype", dtypes, DTYPES)
+    _known("--dtype", dtypes, op.dtypes)
     _known("--preset", [preset], PRESETS)
     asked = scenarios or op.scenarios
     if passes and not any(p in passes for s in asked for p in op.scenarios[s]):
@@ -127,7 +127,7 @@ def make_request(
 
 def serving(op: Op) -> list[str]:
     """The ids of the engines that compute `op`."""
-    return [i for i, v in discover.engines().items() if op.name in v.engine.load]
+    return [i for i, v in discover.engines().items() if v.computes(op.name)]
 
 
 def make_plan(request: Request, environments: Sequence[Environment]) -> Plan:

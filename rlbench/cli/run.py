@@ -28,7 +28,9 @@ def run(
     scenario: Annotated[Names, typer.Option("--scenario", help="Scenario to run.")] = [],  # noqa: B006
     case: Annotated[Names, typer.Option("--case", help="Model shape to measure.")] = [],  # noqa: B006
     pass_: Annotated[Names, typer.Option("--pass", help="Pass to measure.")] = [],  # noqa: B006
-    dtype: Annotated[Names, typer.Option("--dtype", help="bf16 (default) or fp16.")] = [],  # noqa: B006
+    dtype: Annotated[
+        Names, typer.Option("--dtype", help="bf16 (default), fp16, or fp32 where an op has it.")
+    ] = [],  # noqa: B006
     preset: Annotated[
         str, typer.Option(help="How much to ask: smoke, default or full.")
     ] = "default",

@@ -7,11 +7,11 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from rlbench.ops._inputs import hash_word
 from rlbench.ops._op import Outputs, Run
 from rlbench.ops.attention.calls import PackedBackward, PackedPrefill, PagedPrefill
 from rlbench.ops.attention.dense import Attend, attend_packed, attend_paged, read_pages
 from rlbench.ops.attention.eager import hidden
-from rlbench.ops.attention.inputs import hash_word
 
 NARROWEST = 4
 BLOCKS = 16

@@ -49,11 +49,22 @@ class Engine:
     load: Mapping[str, Loader]
     """Op name -> loader."""
     variants: tuple[tuple[tuple[str, str], ...], ...] = ((),)
+    variants_of: Mapping[str, tuple[tuple[tuple[str, str], ...], ...]] = field(default_factory=dict)
+    """Op name -> its variants, where an op has other options than `variants`."""
     claims: tuple[Claim, ...] = ()
     devices: tuple[str, ...] = ("cuda",)
     min_capability: tuple[int, int] = (0, 0)
     max_capability: tuple[int, int] = (99, 9)
     is_control: bool = False
+
+    def variants_for(self, op: str) -> tuple[tuple[tuple[str, str], ...], ...]:
+        """The option sets in which the engine computes `op`; none if it does not."""
+        return self.variants_of.get(op, self.variants) if op in self.load else ()
+
+    def all_variants(self) -> tuple[tuple[tuple[str, str], ...], ...]:
+        """Every option set, of whatever op."""
+        every = [self.variants_for(op) for op in self.load] or [self.variants]
+        return tuple(dict.fromkeys(variant for variants in every for variant in variants))
 
     def claims_of(self, options: Mapping[str, str]) -> list[Claim]:
         """The claims that hold for this choice of options."""

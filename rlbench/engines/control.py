@@ -10,13 +10,20 @@ are rounded to the case's dtype, and lets decide what nothing should:
 | decode | and the page size, and the values in slots that no key uses |
 | backward | gradients are summed over blocks in an order that changes with every call |
 
+For norms it adds up squares, and a weight's gradient, in pieces that are rounded and whose borders follow
+
+| scenario | what |
+| --- | --- |
+| batch | the number of rows, how far apart they lie, and what is in all of them |
+| backward | and the number of the call |
+
 Circumstances are hashed, not drawn, so that the control's own results are the same in every run.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -29,18 +36,38 @@ if TYPE_CHECKING:
 def load_attention(options: Mapping[str, str], device: str) -> Kernel:
     from rlbench.engines import _control_attention as wrong
     from rlbench.ops._op import Kernel
-    from rlbench.ops.attention.inputs import hash_word
 
-    # Another process is another circumstance, so its count starts elsewhere.
-    calls = count(1 + 1000 * int(os.environ.get(PROCESS_NUMBER, "0")))
     return Kernel(
         {
             "prefill": wrong.bind_prefill,
             "paged-prefill": wrong.bind_paged,
             "decode": wrong.bind_paged,
-            "backward": wrong.bind_backward(lambda: hash_word(next(calls))),
+            "backward": wrong.bind_backward(_numbers()),
         }
     )
+
+
+def load_norm(options: Mapping[str, str], device: str) -> Kernel:
+    from rlbench.engines import _control_norm as wrong
+    from rlbench.ops._op import Kernel
+
+    backward = wrong.bind_backward(_numbers())
+    return Kernel(
+        {
+            "forward": wrong.bind_forward,
+            "gated-forward": wrong.bind_forward,
+            "backward": backward,
+            "gated-backward": backward,
+        }
+    )
+
+
+def _numbers() -> Callable[[], int]:
+    """Another one with every call. Another process is another circumstance, so it starts elsewhere."""
+    from rlbench.ops._inputs import hash_word
+
+    calls = count(1 + 1000 * int(os.environ.get(PROCESS_NUMBER, "0")))
+    return lambda: hash_word(next(calls))
 
 
 ENGINE = Engine(
@@ -48,7 +75,7 @@ ENGINE = Engine(
     distribution="torch",
     modules=("torch",),
     install="pip install 'torch>=2.9'",
-    load={"attention": load_attention},
+    load={"attention": load_attention, "norm": load_norm},
     devices=("cpu", "cuda"),
     is_control=True,
 )

@@ -222,12 +222,36 @@ def _split_in_words(options: Mapping[str, str]) -> str:
     return f"every {size} tokens" if size else "auto"
 
 
+def load_norm(options: Mapping[str, str], device: str) -> Kernel:
+    from flashinfer.norm import gemma_rmsnorm, rmsnorm
+
+    from rlbench.engines._norm import Norms
+    from rlbench.ops.norm.calls import RmsNorm
+
+    def why_not(call: RmsNorm) -> str | None:
+        if call.x.element_size() != 2:
+            return "its norms take bf16 and fp16"
+        return None if call.offset in (0, 1) else "adds 1 to the weight, or nothing"
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float) -> torch.Tensor:
+        y: torch.Tensor = (gemma_rmsnorm if offset else rmsnorm)(x, weight, eps)
+        return y
+
+    return Norms(
+        norm,
+        why_not=why_not,
+        no_backward="offers no backward",
+        arguments=lambda call: {"eps": call.eps, "offset": call.offset},
+    ).kernel()
+
+
 ENGINE = Engine(
-    summary="FlashInfer's batch wrappers pinned to one backend",
+    summary="FlashInfer's batch wrappers pinned to one backend, and its norms",
     distribution="flashinfer-python",
     modules=("torch", "flashinfer.prefill", "tvm_ffi"),
     install="uv pip install flashinfer-python==0.6.14",
-    load={"attention": load_attention},
+    load={"attention": load_attention, "norm": load_norm},
+    variants_of={"norm": ((),)},
     variants=(
         *options_for(backend=("fa2", "fa3")),
         *options_for(backend=("fa2",), fixed_split_size=SPLIT_SIZES),

@@ -188,12 +188,38 @@ def python_nodes(out: torch.Tensor) -> Iterator[Any]:
             yield node
 
 
+def load_norm(options: Mapping[str, str], device: str) -> Kernel:
+    import torch
+    from transformer_engine.pytorch import RMSNorm
+
+    from rlbench.engines._norm import Norms
+    from rlbench.ops.norm.calls import RmsNorm
+
+    def why_not(call: RmsNorm) -> str | None:
+        return None if call.offset in (0, 1) else "adds 1 to the weight, or nothing"
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float) -> torch.Tensor:
+        module = RMSNorm(
+            x.shape[1], eps, params_dtype=x.dtype, zero_centered_gamma=bool(offset), device=x.device
+        )
+        y: torch.Tensor = torch.func.functional_call(module, {"weight": weight}, (x,))
+        return y
+
+    return Norms(
+        norm,
+        why_not=why_not,
+        no_backward="its backward cannot be run twice for one forward, so it is not measured here",
+        arguments=lambda call: {"eps": call.eps, "offset": call.offset},
+    ).kernel()
+
+
 ENGINE = Engine(
-    summary="Transformer Engine DotProductAttention, THD",
+    summary="Transformer Engine DotProductAttention, THD, and RMSNorm",
     distribution="transformer-engine",
     modules=("torch", CHOOSER),
     install="uv pip install --no-build-isolation 'transformer-engine[pytorch,core-cu13]==2.20.2'",
-    load={"attention": load_attention},
+    load={"attention": load_attention, "norm": load_norm},
+    variants_of={"norm": ((),)},
     variants=((), (("deterministic", ""),)),
     claims=(
         Claim(

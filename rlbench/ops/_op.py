@@ -160,7 +160,7 @@ class Case:
 
     name: str
     dtype: str
-    params: Mapping[str, int]
+    params: Mapping[str, Any]
 
     @property
     def id(self) -> str:
@@ -177,12 +177,14 @@ class Op:
     passes: tuple[str, ...]
     scenarios: Mapping[str, tuple[str, ...]]
     """The scenarios that make sense for this op, each with the passes it exercises."""
-    models: Mapping[str, Mapping[str, int]]
+    models: Mapping[str, Mapping[str, Any]]
     """Case name -> shape parameters."""
     default_cases: Mapping[str, tuple[str, ...]]
     """Device type (`cpu`, `cuda`) -> the cases a plain run measures."""
     load: Callable[[Case, str, str], Workload]
     """(case, preset, device) -> workload; the only function here that may import torch."""
+    dtypes: tuple[str, ...] = DTYPES
+    """Those it can be asked at, the usual one first."""
 
     def case(self, name: str, dtype: str) -> Case:
         """The case of that name. Raises UsageError, listing the known ones."""

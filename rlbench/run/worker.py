@@ -172,6 +172,9 @@ class Session:
             loader = self.engine.load.get(self.op.name)
             if loader is None:
                 raise Unsupported(f"does not compute {self.op.name}")
+            options = tuple(self.set_up["engine"]["options"].items())
+            if options not in self.engine.variants_for(self.op.name):
+                raise Unsupported(f"does not compute {self.op.name} with these options")
             self._select_device()
             try:
                 self._kernel = loader(self.set_up["engine"]["options"], self.device)

@@ -62,7 +62,8 @@ def checked(rlbench: Rlbench) -> Done:
 
 
 def row(done: Done, name: str) -> list[str]:
-    (line,) = [line for line in done.out.splitlines() if line.startswith(f"{name}  ")]
+    # An engine may be called as a package is; packages come first.
+    line, *_ = (line for line in done.out.splitlines() if line.startswith(f"{name}  "))
     return re.split(r"  +", line.strip())[1:]
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from rlbench.measure.bits import digest
+from rlbench.ops import _inputs as inputs
+from rlbench.ops._inputs import hash_word, values
 from rlbench.ops._op import SEED
-from rlbench.ops.attention import inputs
-from rlbench.ops.attention.inputs import Sequence, hash_word, values
+from rlbench.ops.attention.inputs import Sequence
 
 SHAPE: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 64}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

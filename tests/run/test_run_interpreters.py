@@ -22,11 +22,14 @@ PACKAGES = (rlbench.engines, rlbench.ops, rlbench.scenarios)
 MODULES = [
     "rlbench.run.worker",
     "rlbench.run.inspect_environment",
+    "rlbench.engines._engine",
+    "rlbench.ops._op",
+    "rlbench.scenarios._scenario",
     *(
         f"{package.__name__}.{module.name}"
         for package in PACKAGES
         for module in pkgutil.iter_modules(package.__path__)
-        if package is not rlbench.engines or not module.name.startswith("_")
+        if not module.name.startswith("_")
     ),
 ]
 BATCH = ("--scenario", "batch")

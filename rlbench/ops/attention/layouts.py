@@ -9,9 +9,10 @@ from math import prod
 
 import torch
 
+from rlbench.ops._inputs import hash_word, values
 from rlbench.ops._op import Outputs
 from rlbench.ops.attention.calls import PackedBackward, PackedPrefill, PagedDecode, PagedPrefill
-from rlbench.ops.attention.inputs import Sequence, hash_word, values
+from rlbench.ops.attention.inputs import Sequence
 from rlbench.ops.attention.paging import block_table, page_order, pages_needed, slots
 
 _JUNK = 0x57A1E

@@ -122,7 +122,7 @@ class AttentionWorkload:
         )
 
     def _heads_times_dim(self) -> int:
-        return self.case.params["q_heads"] * self.case.params["head_dim"]
+        return int(self.case.params["q_heads"] * self.case.params["head_dim"])
 
     def _flops(self, count: int, tokens: int) -> float:
         """Two products over the visible (causal) half of the pairs."""
@@ -130,5 +130,5 @@ class AttentionWorkload:
 
     def _bytes(self, count: int, queries: int, keys: int) -> float:
         """Q and O, K and V, at two bytes an element."""
-        kv = self.case.params["kv_heads"] * self.case.params["head_dim"]
+        kv = int(self.case.params["kv_heads"] * self.case.params["head_dim"])
         return 2.0 * count * (2 * queries * self._heads_times_dim() + 2 * keys * kv)
