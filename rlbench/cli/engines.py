@@ -25,7 +25,8 @@ def engines() -> None:
         reason = engine.why_not_here(device, None)
         line = Text(f"{engine_id}  ", style="bold")
         line.append("not here" if reason else "here", style="dim" if reason else "green")
-        line.append(f"  {engine.summary}; computes {', '.join(engine.load)}", style="dim")
+        computed = ", ".join(op for op in engine.load if variant.computes(op))
+        line.append(f"  {engine.summary}; computes {computed}", style="dim")
         console.print(line)
         claims = engine.claims_of(dict(variant.options))
         details = [f"claims {claim.property.value}: {claim.source}" for claim in claims]

@@ -251,3 +251,16 @@ def inner_problems(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> 
             one = places[number] if number < len(places) else schema.get("items", True)
             found += [f"{number}: {p}" for p in problems(item, one, root)]
     return found
+
+
+def test_an_engines_options_are_those_of_the_ops_that_have_them(rlbench: Rlbench) -> None:
+    text = " ".join(rlbench("engines", code=0).out.split())
+    entries = re.split(r"(?=flashinfer(?::\S+)? not here|flashinfer(?::\S+)? here)", text)
+    computed = {
+        entry.split()[0]: entry.partition("computes ")[2].split()[:2]
+        for entry in entries
+        if entry.startswith("flashinfer")
+    }
+    assert computed["flashinfer"][0] == "norm"
+    assert computed["flashinfer:backend=fa2"][0] == "attention"
+    assert all("norm" not in ops[0] for name, ops in computed.items() if ":" in name)
