@@ -120,7 +120,7 @@ def make_request(
         scenarios=tuple(s for s in op.scenarios if s in asked),
         passes=tuple(p for p in op.passes if p in (passes or op.passes)),
         models=tuple(dict.fromkeys(cases)) or None,
-        dtypes=tuple(dict.fromkeys(dtypes)) or (DTYPES[0],),
+        dtypes=tuple(dict.fromkeys(dtypes)) or op.dtypes[:1],
         preset=preset,
     )
 

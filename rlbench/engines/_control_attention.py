@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from rlbench.ops._inputs import hash_word
+from rlbench.ops._inputs import hash_word, hash_words
 from rlbench.ops._op import Outputs, Run
 from rlbench.ops.attention.calls import PackedBackward, PackedPrefill, PagedPrefill
 from rlbench.ops.attention.dense import Attend, attend_packed, attend_paged, read_pages
@@ -30,9 +30,7 @@ def bind_paged(call: PagedPrefill) -> Run:
         int((call.block_table[0] * places).sum()),
         int(call.k_cache[0].view(torch.int16).sum()),
     )
-    circumstance = 1
-    for fact in facts:
-        circumstance = hash_word(circumstance ^ fact)
+    circumstance = hash_words(*facts)
     if call.max_seqlen_q == 1:
         return lambda: {"out": _decode(call, circumstance)}
     attend = _attend(call, circumstance)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlbench.measure.bits import as_bits
-from rlbench.ops._inputs import hash_word
+from rlbench.ops._inputs import hash_word, hash_words
 from rlbench.ops._op import Outputs, Run
 from rlbench.ops.norm.calls import GatedRmsNorm, GatedRmsNormBackward, RmsNorm, RmsNormBackward
 from rlbench.ops.norm.eager import ACTIVATIONS
@@ -61,11 +61,7 @@ def wrong_gradients(call: RmsNormBackward | GatedRmsNormBackward, circumstance: 
 
 def _circumstance(call: RmsNorm) -> int:
     """How many rows there are, how far apart, and what is in all of them."""
-    facts = (call.x.shape[0], call.x.stride(0), int(as_bits(call.x).long().sum()) & 0xFFFFFFFF)
-    circumstance = 1
-    for fact in facts:
-        circumstance = hash_word(circumstance ^ fact)
-    return circumstance
+    return hash_words(call.x.shape[0], call.x.stride(0), int(as_bits(call.x).long().sum()))
 
 
 def _wrong_rstd(x: torch.Tensor, eps: float, circumstance: int) -> torch.Tensor:

@@ -14,8 +14,9 @@ from torch._functorch import config as autograd
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from rlbench.ops._op import Kernel, Run
+from rlbench.ops._runs import without_grad
 from rlbench.ops.attention.calls import PackedBackward, PackedPrefill, PagedDecode
-from rlbench.ops.attention.eager import gradients, without_grad
+from rlbench.ops.attention.eager import gradients
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockMask, float], torch.Tensor]
 Compile = Callable[[Attend], Attend]

@@ -50,16 +50,9 @@ def load_attention(options: Mapping[str, str], device: str) -> Kernel:
 def load_norm(options: Mapping[str, str], device: str) -> Kernel:
     from rlbench.engines import _control_norm as wrong
     from rlbench.ops._op import Kernel
+    from rlbench.ops.norm.calls import by_entry
 
-    backward = wrong.bind_backward(_numbers())
-    return Kernel(
-        {
-            "forward": wrong.bind_forward,
-            "gated-forward": wrong.bind_forward,
-            "backward": backward,
-            "gated-backward": backward,
-        }
-    )
+    return Kernel(by_entry(wrong.bind_forward, wrong.bind_backward(_numbers())))
 
 
 def _numbers() -> Callable[[], int]:

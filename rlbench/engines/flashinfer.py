@@ -225,24 +225,17 @@ def _split_in_words(options: Mapping[str, str]) -> str:
 def load_norm(options: Mapping[str, str], device: str) -> Kernel:
     from flashinfer.norm import gemma_rmsnorm, rmsnorm
 
-    from rlbench.engines._norm import Norms
+    from rlbench.engines._norm import NO_BACKWARD, Norms
     from rlbench.ops.norm.calls import RmsNorm
 
     def why_not(call: RmsNorm) -> str | None:
-        if call.x.element_size() != 2:
-            return "its norms take bf16 and fp16"
-        return None if call.offset in (0, 1) else "adds 1 to the weight, or nothing"
+        return None if call.x.element_size() == 2 else "its norms take bf16 and fp16"
 
     def norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float) -> torch.Tensor:
         y: torch.Tensor = (gemma_rmsnorm if offset else rmsnorm)(x, weight, eps)
         return y
 
-    return Norms(
-        norm,
-        why_not=why_not,
-        no_backward="offers no backward",
-        arguments=lambda call: {"eps": call.eps, "offset": call.offset},
-    ).kernel()
+    return Norms(norm, offsets=(0.0, 1.0), why_not=why_not, no_backward=NO_BACKWARD).kernel()
 
 
 ENGINE = Engine(

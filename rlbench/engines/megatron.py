@@ -27,8 +27,9 @@ def load_attention(options: Mapping[str, str], device: str) -> Kernel:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from rlbench.ops._op import Kernel, Run
+    from rlbench.ops._runs import without_grad
     from rlbench.ops.attention.calls import PackedBackward, PackedPrefill, PagedPrefill
-    from rlbench.ops.attention.eager import gradients, hidden, without_grad
+    from rlbench.ops.attention.eager import gradients, hidden
     from rlbench.ops.attention.paging import unpage
 
     start_model_parallel()

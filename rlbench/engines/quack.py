@@ -17,16 +17,13 @@ def load_norm(options: Mapping[str, str], device: str) -> Kernel:
     from quack.rmsnorm import rmsnorm
 
     from rlbench.engines._norm import Norms
-    from rlbench.ops.norm.calls import RmsNorm
 
-    def why_not(call: RmsNorm) -> str | None:
-        return "adds no offset to the weight" if call.offset else None
-
-    def norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    def norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float) -> torch.Tensor:
+        assert offset == 0
         y: torch.Tensor = rmsnorm(x, weight, eps=eps)
         return y
 
-    return Norms(norm, why_not=why_not).kernel()
+    return Norms(norm).kernel()
 
 
 ENGINE = Engine(

@@ -9,6 +9,7 @@ at every run.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -48,8 +49,9 @@ def load_attention(options: Mapping[str, str], device: str) -> Kernel:
     import torch
 
     from rlbench.ops._op import Kernel
+    from rlbench.ops._runs import without_grad
     from rlbench.ops.attention.calls import PackedBackward, PagedPrefill
-    from rlbench.ops.attention.eager import gradients, without_grad
+    from rlbench.ops.attention.eager import gradients
     from rlbench.ops.attention.paging import unpage
 
     choice = importlib.import_module(CHOOSER)._attention_backends  # noqa: SLF001  # no other way
@@ -193,23 +195,24 @@ def load_norm(options: Mapping[str, str], device: str) -> Kernel:
     from transformer_engine.pytorch import RMSNorm
 
     from rlbench.engines._norm import Norms
-    from rlbench.ops.norm.calls import RmsNorm
 
-    def why_not(call: RmsNorm) -> str | None:
-        return None if call.offset in (0, 1) else "adds 1 to the weight, or nothing"
+    @functools.cache
+    def module(width: int, dtype: torch.dtype, eps: float, offset: float) -> torch.nn.Module:
+        """Made once, as a model's are: it fills a weight of its own."""
+        made: torch.nn.Module = RMSNorm(
+            width, eps, params_dtype=dtype, zero_centered_gamma=bool(offset), device=device
+        )
+        return made
 
     def norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float) -> torch.Tensor:
-        module = RMSNorm(
-            x.shape[1], eps, params_dtype=x.dtype, zero_centered_gamma=bool(offset), device=x.device
-        )
-        y: torch.Tensor = torch.func.functional_call(module, {"weight": weight}, (x,))
+        its_module = module(x.shape[1], x.dtype, eps, offset)
+        y: torch.Tensor = torch.func.functional_call(its_module, {"weight": weight}, (x,))
         return y
 
     return Norms(
         norm,
-        why_not=why_not,
+        offsets=(0.0, 1.0),
         no_backward="its backward cannot be run twice for one forward, so it is not measured here",
-        arguments=lambda call: {"eps": call.eps, "offset": call.offset},
     ).kernel()
 
 

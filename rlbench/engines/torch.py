@@ -15,15 +15,12 @@ def load_norm(options: Mapping[str, str], device: str) -> Kernel:
     import torch
 
     from rlbench.engines._norm import Norms
-    from rlbench.ops.norm.calls import RmsNorm
 
-    def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    def norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float) -> torch.Tensor:
+        assert offset == 0
         return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
-    def why_not(call: RmsNorm) -> str | None:
-        return "F.rms_norm adds no offset to the weight" if call.offset else None
-
-    return Norms(rms_norm, why_not=why_not).kernel()
+    return Norms(norm).kernel()
 
 
 ENGINE = Engine(

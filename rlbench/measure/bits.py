@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -43,6 +43,11 @@ def raw(tensor: torch.Tensor) -> memoryview:
 def digest(tensor: torch.Tensor) -> str:
     """SHA-256 of the tensor's bytes in row-major order; shape and dtype are not part of it."""
     return hashlib.sha256(raw(tensor)).hexdigest()
+
+
+def joint_digest(tensors: Iterable[torch.Tensor]) -> str:
+    """SHA-256 over the tensors' digests, in their order."""
+    return hashlib.sha256("".join(digest(tensor) for tensor in tensors).encode()).hexdigest()
 
 
 def compare(

@@ -19,6 +19,14 @@ _CHUNK = 1 << 24
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+def hash_words(*words: int) -> int:
+    """One word that depends on all of them and on their order."""
+    mixed = 1
+    for word in words:
+        mixed = hash_word(mixed ^ word)
+    return mixed
+
+
 def stream_key(stream: int, tensor: int) -> int:
     """The key of tensor number `tensor`, one of four, of a stream."""
     return hash_word(SEED ^ ((4 * stream + tensor) * 0x1000193) & _MASK)

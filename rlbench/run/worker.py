@@ -172,12 +172,12 @@ class Session:
             loader = self.engine.load.get(self.op.name)
             if loader is None:
                 raise Unsupported(f"does not compute {self.op.name}")
-            options = tuple(self.set_up["engine"]["options"].items())
-            if options not in self.engine.variants_for(self.op.name):
+            options = self.set_up["engine"]["options"]
+            if tuple(options.items()) not in self.engine.variants_for(self.op.name):
                 raise Unsupported(f"does not compute {self.op.name} with these options")
             self._select_device()
             try:
-                self._kernel = loader(self.set_up["engine"]["options"], self.device)
+                self._kernel = loader(options, self.device)
             except (ImportError, Unavailable) as why:
                 reason = f"{why}; to get it: {self.engine.install}"
                 raise Unavailable(reason) from why

@@ -61,10 +61,14 @@ def checked(rlbench: Rlbench) -> Done:
     return rlbench("env", "check", "--envs", "envs.toml", *more, code=0)
 
 
+def rows(done: Done, name: str) -> list[list[str]]:
+    lines = [line for line in done.out.splitlines() if line.startswith(f"{name}  ")]
+    return [re.split(r"  +", line.strip())[1:] for line in lines]
+
+
 def row(done: Done, name: str) -> list[str]:
-    # An engine may be called as a package is; packages come first.
-    line, *_ = (line for line in done.out.splitlines() if line.startswith(f"{name}  "))
-    return re.split(r"  +", line.strip())[1:]
+    (one,) = rows(done, name)
+    return one
 
 
 def test_table_says_what_an_environment_is(checked: Done) -> None:
@@ -72,7 +76,9 @@ def test_table_says_what_an_environment_is(checked: Done) -> None:
     assert names == ["local", "good", "broken", "dies", "hides", "leaves", "half"]
     version = f"{sys.version_info[0]}.{sys.version_info[1]}."
     assert all(cell.startswith(version) for cell in row(checked, "python"))
-    assert row(checked, "torch") == ["not installed", *["9.0"] * 4, "9.0 fails", "9.0"]
+    package, engine = rows(checked, "torch")  # packages come first
+    assert package == ["not installed", *["9.0"] * 4, "9.0 fails", "9.0"]
+    assert engine == row(checked, "torch-eager")
 
 
 def test_engine_has_its_version_or_a_word_in_every_environment(checked: Done) -> None:

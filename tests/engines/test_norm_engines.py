@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -118,7 +119,7 @@ def test_torch_is_right_and_says_what_it_does_not_offer() -> None:
         found = errors.measure(kernel.bind(exam.call)(), exam.reference(), exam.plain())
         assert all(0.5 < figures["ratio_to_torch"] < 2 for figures in found.values())
     assert kernel.resolved == {"weight": WEIGHTS["fp32"]}
-    with pytest.raises(Unsupported, match="adds no offset"):
+    with pytest.raises(Unsupported, match="adds 0 to the weight; this case has 1"):
         kernel.bind(call_of(tiny("tiny-zero-centred")))
     with pytest.raises(Unsupported, match="no gated norm"):
         kernel.bind(call_of(tiny("tiny-gated")))
@@ -133,8 +134,7 @@ def test_torch_is_right_and_says_what_it_does_not_offer() -> None:
 @pytest.mark.parametrize("name", ["tiny", "tiny-zero-centred", "tiny-gated"])
 def test_convention_is_found_by_looking(name: str, after_cast: bool) -> None:
     call = call_of(tiny(name))
-    rest: dict[str, Any] = {"eps": call.eps, "offset": call.offset, "after_cast": after_cast}
-    found = convention(call, lambda *tensors: rms_norm(*tensors, **rest))
+    found = convention(call, partial(rms_norm, **call.arguments, after_cast=after_cast))
     assert WEIGHTS[found] == WEIGHTS["after-cast" if after_cast else "fp32"]
 
 
@@ -144,7 +144,7 @@ def test_convention_is_that_of_the_kind() -> None:
     def norm(x: torch.Tensor, w: torch.Tensor, *, eps: float, offset: float) -> torch.Tensor:
         return rms_norm(x, w, eps=eps, offset=offset, after_cast=not offset)
 
-    kernel = Norms(norm, arguments=lambda call: {"eps": call.eps, "offset": call.offset}).kernel()
+    kernel = Norms(norm, offsets=(0.0, 1.0)).kernel()
     kernel.bind(call_of(tiny(weight="after-cast")))
     kernel.bind(call_of(tiny("tiny-zero-centred")))
     assert kernel.resolved == {
@@ -157,11 +157,9 @@ def test_convention_is_that_of_the_kind() -> None:
 
 def test_gated_function_gets_its_gate_and_gradients() -> None:
     def gated(x: torch.Tensor, w: torch.Tensor, gate: torch.Tensor, **rest: Any) -> torch.Tensor:
-        return rms_norm(x, w, gate, offset=0.0, after_cast=False, **rest)
+        return rms_norm(x, w, gate, after_cast=False, **rest)
 
-    kernel = Norms(
-        rms_norm, gated, arguments=lambda call: {"eps": call.eps, "activation": call.activation}
-    ).kernel()
+    kernel = Norms(rms_norm, gated).kernel()
     for exam in tiny("tiny-gated").exams():
         found = kernel.bind(exam.call)()
         assert all(torch.equal(found[name], value) for name, value in exam.plain().items())
@@ -201,7 +199,7 @@ def test_quack_has_gradients_and_no_offset(monkeypatch: pytest.MonkeyPatch) -> N
     for exam in tiny().exams():
         found = kernel.bind(exam.call)()
         assert all(torch.equal(found[name], value) for name, value in exam.plain().items())
-    with pytest.raises(Unsupported, match="adds no offset"):
+    with pytest.raises(Unsupported, match="adds 0 to the weight; this case has 1"):
         kernel.bind(call_of(tiny("tiny-zero-centred")))
 
 
@@ -219,13 +217,16 @@ def test_te_is_told_what_the_weight_is(monkeypatch: pytest.MonkeyPatch) -> None:
             return rms_norm(x, self.weight, eps=self.eps, offset=self.offset, after_cast=False)
 
     modules(monkeypatch, "transformer_engine.pytorch", RMSNorm=RMSNorm)
-    kernel = te.load_norm({}, "cuda:0")
+    kernel = te.load_norm({}, "cpu")
     for name, centred in (("tiny", False), ("tiny-zero-centred", True)):
         call = call_of(tiny(name))
         expected = rms_norm(call.x, call.weight, eps=call.eps, offset=call.offset, after_cast=False)
         assert torch.equal(kernel.bind(call)()["y"], expected)
         assert made[-1]["zero_centered_gamma"] is centred
         assert made[-1]["params_dtype"] is torch.bfloat16
+        number = len(made)
+        kernel.bind(call)()
+        assert len(made) == number, "one is made for all runs: it fills a weight"
     with pytest.raises(Unsupported, match="cannot be run twice"):
         kernel.bind(call_of(tiny(), "backward"))
 

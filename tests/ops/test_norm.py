@@ -176,7 +176,8 @@ def test_batches_change_a_circumstance(name: str, preset: str) -> None:
         assert expected != actual, variation.name
         seen.append(actual)
     passes = len(seen) // 2
-    assert all(a not in seen[:i] for half in (seen[:passes],) for i, a in enumerate(half))
+    for half in (seen[:passes], seen[passes:]):
+        assert all(circumstance not in half[:i] for i, circumstance in enumerate(half))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

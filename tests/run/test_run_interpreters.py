@@ -24,12 +24,11 @@ MODULES = [
     "rlbench.run.inspect_environment",
     "rlbench.engines._engine",
     "rlbench.ops._op",
-    "rlbench.scenarios._scenario",
     *(
         f"{package.__name__}.{module.name}"
         for package in PACKAGES
         for module in pkgutil.iter_modules(package.__path__)
-        if not module.name.startswith("_")
+        if package is rlbench.scenarios or not module.name.startswith("_")
     ),
 ]
 BATCH = ("--scenario", "batch")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rlbench.ops import _runs
 from rlbench.ops._op import Call, Outputs, Run
 from rlbench.ops.attention.calls import PackedBackward, PackedPrefill, PagedPrefill
 from rlbench.ops.attention.dense import Attend, attend_packed, attend_paged
@@ -54,23 +55,8 @@ def bind_backward(call: PackedBackward) -> Run:
 
 
 def gradients(out: torch.Tensor, leaves: tuple[torch.Tensor, ...], dout: torch.Tensor) -> Run:
-    """Autograd's backward of `out`, repeatable because the graph is kept."""
-
-    def run() -> Outputs:
-        grads = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-        return dict(zip(("dq", "dk", "dv"), grads, strict=True))
-
-    return run
-
-
-def without_grad(run: Run) -> Run:
-    """`run` as inference runs it: with autograd, an engine may store what a backward would need."""
-
-    def inference() -> Outputs:
-        with torch.no_grad():
-            return run()
-
-    return inference
+    """Autograd's backward of `out`, of q, k and v."""
+    return _runs.gradients(out, leaves, dout, ("dq", "dk", "dv"))
 
 
 def compute(call: Call) -> Outputs:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from rlbench.measure.bits import digest
+from rlbench.measure.bits import joint_digest
 from rlbench.ops._op import Call, Case, Exam, Outputs, Point, Variation
 from rlbench.ops.attention import eager, reference
 from rlbench.ops.attention.inputs import Sequence
@@ -37,8 +36,7 @@ class AttentionWorkload:
 
     def fingerprint(self) -> str:
         """SHA-256 over the target's q, k, v and dout."""
-        digests = [digest(self.target.whole(name)) for name in ("q", "k", "v", "dout")]
-        return hashlib.sha256("".join(digests).encode()).hexdigest()
+        return joint_digest(self.target.whole(name) for name in ("q", "k", "v", "dout"))
 
     def variations(self, scenario: str) -> Iterator[Variation]:
         """The circumstances `scenario` changes; every one leaves the target's rows alone."""

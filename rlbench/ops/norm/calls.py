@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+
+from rlbench.ops._op import Run
+
+Binder = Callable[[Any], Run]
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,16 @@ class RmsNorm:
         return {"y": tuple(self.x.shape)}
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What a function of it takes first: x and weight, and gate where there is one."""
+        return self.x, self.weight
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """And then, by name."""
+        return {"eps": self.eps, "offset": self.offset}
+
+    @property
     def sizes(self) -> dict[str, int]:
         """What of this call engines choose their path by."""
         rows, width = self.x.shape
@@ -42,6 +57,14 @@ class GatedRmsNorm(RmsNorm):
     entry: ClassVar[str] = "gated-forward"
     gate: torch.Tensor
     activation: str
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.x, self.weight, self.gate
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {**super().arguments, "activation": self.activation}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,3 +96,13 @@ class GatedRmsNormBackward(GatedRmsNorm):
             "dweight": tuple(self.weight.shape),
             "dgate": tuple(self.gate.shape),
         }
+
+
+def by_entry(forward: Binder, backward: Binder) -> dict[str, Binder]:
+    """The entry points of an engine that binds norms with a gate and without in the same way."""
+    return {
+        RmsNorm.entry: forward,
+        GatedRmsNorm.entry: forward,
+        RmsNormBackward.entry: backward,
+        GatedRmsNormBackward.entry: backward,
+    }

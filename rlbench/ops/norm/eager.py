@@ -6,12 +6,20 @@ It is the `torch-eager` engine, and what every engine's accuracy is held against
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
 
 import torch
 
+from rlbench.ops import _runs
 from rlbench.ops._op import Call, Outputs, Run
-from rlbench.ops.norm.calls import GatedRmsNorm, GatedRmsNormBackward, RmsNorm, RmsNormBackward
+from rlbench.ops._runs import without_grad
+from rlbench.ops.norm.calls import (
+    Binder,
+    GatedRmsNormBackward,
+    RmsNorm,
+    RmsNormBackward,
+    by_entry,
+)
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
@@ -45,56 +53,29 @@ def rms_norm(
 
 
 Function = Callable[..., torch.Tensor]
-Tensors = tuple[torch.Tensor, ...]
-"""x and weight, and gate where there is one."""
 
 
-def entries(function: Function) -> dict[str, Callable[[Any], Run]]:
+def entries(function: Function) -> dict[str, Binder]:
     """What an engine offers that has a function like `rms_norm`, with autograd."""
 
-    def forward(call: RmsNorm) -> Run:
-        return inference(function, *_arguments(call))
+    def with_cast(*tensors: torch.Tensor, call: RmsNorm) -> torch.Tensor:
+        return function(*tensors, **call.arguments, after_cast=call.after_cast)
 
-    def backward(call: RmsNormBackward | GatedRmsNormBackward) -> Run:
-        return gradients(function, *_arguments(call), call.dout)
-
-    return {
-        "forward": forward,
-        "gated-forward": forward,
-        "backward": backward,
-        "gated-backward": backward,
-    }
+    return by_entry(
+        lambda call: inference(call, partial(with_cast, call=call)),
+        lambda call: gradients(call, partial(with_cast, call=call)),
+    )
 
 
-def inference(function: Function, tensors: Tensors, rest: Mapping[str, Any]) -> Run:
-    """The forward as inference runs it, without autograd."""
-
-    def run() -> Outputs:
-        with torch.no_grad():
-            return {"y": function(*tensors, **rest)}
-
-    return run
+def inference(call: RmsNorm, function: Function) -> Run:
+    """The forward of a function of the call's tensors."""
+    return without_grad(lambda: {"y": function(*call.tensors)})
 
 
-def gradients(
-    function: Function, tensors: Tensors, rest: Mapping[str, Any], dout: torch.Tensor
-) -> Run:
-    """Autograd's backward of the function, repeatable because the graph is kept."""
-    leaves = tuple(tensor.detach().requires_grad_() for tensor in tensors)
-    out = function(*leaves, **rest)
-
-    def run() -> Outputs:
-        found = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-        return dict(zip(("dx", "dweight", "dgate"), found, strict=False))
-
-    return run
-
-
-def _arguments(call: RmsNorm) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    rest: dict[str, Any] = {"eps": call.eps, "offset": call.offset, "after_cast": call.after_cast}
-    if isinstance(call, GatedRmsNorm):
-        return (call.x, call.weight, call.gate), {**rest, "activation": call.activation}
-    return (call.x, call.weight), rest
+def gradients(call: RmsNormBackward | GatedRmsNormBackward, function: Function) -> Run:
+    """Its backward, of each of them."""
+    leaves = tuple(tensor.detach().requires_grad_() for tensor in call.tensors)
+    return _runs.gradients(function(*leaves), leaves, call.dout, tuple(call.output_shapes))
 
 
 ENTRIES = entries(rms_norm)

@@ -14,6 +14,7 @@ from rlbench.results.vocabulary import Property
 
 MakeCall = Callable[..., Call]
 """(pass, rows of `x`, `gate` and `dout`, by name) -> the call."""
+Take = Callable[[Outputs], Outputs]
 NEIGHBOURS, OTHER_NEIGHBOURS = 1, 2
 PLACES = ("first", "last", "in the middle")
 APART = 8
@@ -62,7 +63,7 @@ def batch(around: Around) -> Iterator[Variation]:
 def _batch(around: Around, pass_: str) -> Iterator[Variation]:
     rows = around.target
     target = (0, 0, rows)
-    alone = _trial(around, pass_, [target], 0, rows)
+    alone = _trial(around, pass_, [target], _rows(0, rows))
     what = "" if pass_ == "forward" else f", {pass_}"
 
     def variation(name: str, actual: Trial, of: Property = Property.BATCH_INVARIANT) -> Variation:
@@ -79,46 +80,38 @@ def _batch(around: Around, pass_: str) -> Iterator[Variation]:
         place = PLACES[number % len(PLACES)]
         before = {"first": 0, "last": others}.get(place, others // 2)
         pieces = [(NEIGHBOURS, 0, before), target, (NEIGHBOURS, before, others)]
-        actual = _trial(around, pass_, pieces, before, before + rows)
+        actual = _trial(around, pass_, pieces, _rows(before, before + rows))
         yield variation(f"{place} of {tokens} tokens", actual)
     others = around.sizes.crowds[0] * around.heads - rows
     pieces = [(OTHER_NEIGHBOURS, 0, others), target]
-    actual = _trial(around, pass_, pieces, others, others + rows)
+    actual = _trial(around, pass_, pieces, _rows(others, others + rows))
     yield variation(f"last of {around.sizes.crowds[0]} tokens, other contents", actual)
-    apart = _trial(around, pass_, [target], 0, rows, APART)
+    apart = _trial(around, pass_, [target], _rows(0, rows), APART)
     yield variation(f"rows {APART} elements apart", apart, Property.LAYOUT_INVARIANT)
-    wide = _trial(around, pass_, [target], 0, rows, 1024)
+    wide = _trial(around, pass_, [target], _rows(0, rows), 1024)
     yield variation("rows 1024 elements apart", wide, Property.LAYOUT_INVARIANT)
 
 
 def backward(around: Around) -> Iterator[Variation]:
     """The same backward again, here and in a process of its own: dweight, too, over all rows."""
-    tokens = around.sizes.crowds[-1] if around.sizes.crowds[-1] < 4096 else 4097
+    tokens = around.sizes.repeated
     for name, count in (("target", around.target), (f"{tokens} tokens", tokens * around.heads)):
-        first = _trial(around, "backward", [(0, 0, count)], 0, count, whole=True)
+        first = _trial(around, "backward", [(0, 0, count)], _everything)
         what = Property.BACKWARD_DETERMINISTIC
         for again in range(1, around.sizes.repeats + 1):
-            repeated = _trial(around, "backward", [(0, 0, count)], 0, count, whole=True)
+            repeated = _trial(around, "backward", [(0, 0, count)], _everything)
             yield Variation(f"run {again + 1}, {name}", "backward", what, first, repeated)
         elsewhere = Trial(first.parts, fresh_process=True)
         yield Variation(f"another process, {name}", "backward", what, first, elsewhere)
 
 
 def _trial(
-    around: Around,
-    pass_: str,
-    pieces: list[tuple[int, int, int]],
-    start: int,
-    stop: int,
-    apart: int = 0,
-    *,
-    whole: bool = False,
+    around: Around, pass_: str, pieces: list[tuple[int, int, int]], take: Take, apart: int = 0
 ) -> Trial:
-    """One call of those pieces; its rows start:stop, or all there is."""
+    """One call of those pieces."""
 
     def parts() -> Iterator[Part]:
-        call = around.call(pass_, **around.tensors(pass_, pieces, apart))
-        yield Part(call, _everything if whole else partial(_rows, start, stop))
+        yield Part(around.call(pass_, **around.tensors(pass_, pieces, apart)), take)
 
     return Trial(parts)
 
@@ -127,12 +120,12 @@ def _slices(around: Around, pass_: str, size: int) -> Iterator[Part]:
     for start in range(0, around.target, size):
         stop = min(start + size, around.target)
         call = around.call(pass_, **around.tensors(pass_, [(0, start, stop)]))
-        yield Part(call, partial(_rows, 0, stop - start))
+        yield Part(call, _rows(0, stop - start))
 
 
-def _rows(start: int, stop: int, outputs: Outputs) -> Outputs:
+def _rows(start: int, stop: int) -> Take:
     """Of what comes in rows: dweight is a sum over all of them."""
-    return {name: t[start:stop] for name, t in outputs.items() if name != "dweight"}
+    return lambda outputs: {k: t[start:stop] for k, t in outputs.items() if k != "dweight"}
 
 
 def _everything(outputs: Outputs) -> Outputs:

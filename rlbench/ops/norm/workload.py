@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from rlbench.measure.bits import digest
+from rlbench.measure.bits import joint_digest
 from rlbench.ops._op import Call, Case, Exam, Outputs, Point, Variation
 from rlbench.ops.norm import eager, reference
 from rlbench.ops.norm.calls import GatedRmsNorm, GatedRmsNormBackward, RmsNorm, RmsNormBackward
@@ -62,8 +61,7 @@ class NormWorkload:
     def fingerprint(self) -> str:
         """SHA-256 over the weight and the target's x, gate and dout."""
         tensors = self.around.tensors("backward", [(0, 0, self.around.target)])
-        digests = [digest(self.weight), *(digest(t) for t in tensors.values())]
-        return hashlib.sha256("".join(digests).encode()).hexdigest()
+        return joint_digest((self.weight, *tensors.values()))
 
     def variations(self, scenario: str) -> Iterator[Variation]:
         """The circumstances `scenario` changes; every one leaves the target's rows alone."""
